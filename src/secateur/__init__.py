@@ -1,0 +1,66 @@
+"""Prune pretrained transformers by measured, paired damage. The README shows the way in; docs/method.md the equations."""
+
+from secateur.accounting import effective_parameters, total_parameters, zeroed_percent
+from secateur.damage import DamageMeter
+from secateur.data import Batches, image_batches, text_batches
+from secateur.errors import (
+    DataError,
+    MissingExtra,
+    ModelError,
+    OutputError,
+    SecateurError,
+    SelectionError,
+    SettingError,
+    UnsupportedModel,
+)
+from secateur.evaluate import Evaluation, evaluate, perplexity
+from secateur.families import FAMILIES, candidate_units
+from secateur.journal import Journal
+from secateur.models import load, load_shapes
+from secateur.policies import UCB, ArmStats, Greedy, Policy, Thompson, reward
+from secateur.prune import PruneResult, Settings, prune
+from secateur.scores import unit_scores
+from secateur.selection import Selection, select, select_by_score
+from secateur.units import Unit
+from secateur.zeroing import zeroed
+
+__all__ = [
+    "FAMILIES",
+    "UCB",
+    "ArmStats",
+    "Batches",
+    "DamageMeter",
+    "DataError",
+    "Evaluation",
+    "Greedy",
+    "Journal",
+    "MissingExtra",
+    "ModelError",
+    "OutputError",
+    "Policy",
+    "PruneResult",
+    "SecateurError",
+    "Selection",
+    "SelectionError",
+    "SettingError",
+    "Settings",
+    "Thompson",
+    "Unit",
+    "UnsupportedModel",
+    "candidate_units",
+    "effective_parameters",
+    "evaluate",
+    "image_batches",
+    "load",
+    "load_shapes",
+    "perplexity",
+    "prune",
+    "reward",
+    "select",
+    "select_by_score",
+    "text_batches",
+    "total_parameters",
+    "unit_scores",
+    "zeroed",
+    "zeroed_percent",
+]

@@ -1,0 +1,459 @@
+"""The command line: each command parses, calls, shows. Results go to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from secateur import jsonio
+from secateur import selection as search
+from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
+from secateur.data import BUILTIN
+from secateur.errors import OutputError, SecateurError
+from secateur.evaluate import evaluate as evaluate_model
+from secateur.families import FAMILIES, anatomy, candidate_units, family_of
+from secateur.models import DTYPES, load, load_shapes
+from secateur.prune import (
+    AUTO,
+    METHODS,
+    Judging,
+    Settings,
+    Watcher,
+    check_place,
+    check_selection,
+    choose_units,
+    judge,
+    load_batches,
+    make_settings,
+    refuse_other_selection,
+    run_settings,
+)
+from secateur.prune import (
+    prune as prune_model,
+)
+from secateur.selection import Selection
+from secateur.units import GROUP_WIDTH, HEAD, TARGETS, n_selected
+
+app = typer.Typer(
+    name="secateur",
+    help="Prune attention heads and MLP channel groups of a pretrained transformer, chosen by measured damage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+stdout, stderr = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+
+CHOOSING, SEARCH, DATA, MACHINE = "What to remove", "How to search", "Data", "Machine and output"
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A model folder, a hub name, or timm:NAME (timm:NAME@FOLDER for local weights).", show_default=False),
+]
+Target = Annotated[str, typer.Option(help=f"Which units may go: {', '.join(TARGETS)}.", rich_help_panel=CHOOSING)]
+Ratio = Annotated[float, typer.Option(help="How much of the units to remove: 0.10 is a tenth.", rich_help_panel=CHOOSING)]
+Method = Annotated[str, typer.Option(help=f"Who chooses: {', '.join(METHODS)}.", rich_help_panel=CHOOSING)]
+GroupWidth = Annotated[int, typer.Option(help="MLP channels in a group.", rich_help_panel=CHOOSING)]
+Seed = Annotated[int, typer.Option(help="Same seed and settings, same selection.", rich_help_panel=SEARCH)]
+Pulls = Annotated[int, typer.Option(help="Paired measurements for each unit removed.", rich_help_panel=SEARCH)]
+PullBatches = Annotated[int, typer.Option(help="Calibration batches in a measurement.", rich_help_panel=SEARCH)]
+Temperature = Annotated[float, typer.Option(help="Damage at which the reward has fallen to 0.27.", rich_help_panel=SEARCH)]
+UcbC = Annotated[float, typer.Option(help="How much UCB explores.", rich_help_panel=SEARCH)]
+PoolSize = Annotated[
+    int,
+    typer.Option(help="Candidates tried for each unit removed; 0 takes twice the root of those left.", rich_help_panel=SEARCH),
+]
+Screen = Annotated[
+    int,
+    typer.Option(
+        help="Consider only this many of lowest magnitude; 0 considers all.",
+        show_default="48 for text, 0 for images",
+        rich_help_panel=SEARCH,
+    ),
+]
+ScoreBatches = Annotated[
+    int, typer.Option(help="Calibration batches that wanda, taylor and fisher look at.", rich_help_panel=SEARCH)
+]
+Calibration = Annotated[
+    str,
+    typer.Option(
+        help="What chooses: builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set.",
+        rich_help_panel=DATA,
+    ),
+]
+Data = Annotated[
+    str, typer.Option(help="What judges; likewise.", show_default="the held-out split of --calibration", rich_help_panel=DATA)
+]
+SeqLen = Annotated[int, typer.Option(help="Tokens in a text.", rich_help_panel=DATA)]
+BatchSize = Annotated[
+    int, typer.Option(help="Texts or images in a batch.", show_default="4 texts, 8 images", rich_help_panel=DATA)
+]
+CalibrationSize = Annotated[
+    int,
+    typer.Option(help="Texts or images to calibrate on, at most.", show_default="512 texts, 1024 images", rich_help_panel=DATA),
+]
+EvaluationSize = Annotated[
+    int,
+    typer.Option(help="Texts or images to evaluate on, at most.", show_default="1024 texts, 2000 images", rich_help_panel=DATA),
+]
+EvaluationBatches = Annotated[
+    int,
+    typer.Option(
+        help="Batches to evaluate on, at most; 0 is all.", show_default="80 of texts, all of images", rich_help_panel=DATA
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the best there is.", rich_help_panel=MACHINE)]
+Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.", rich_help_panel=MACHINE)]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings along.", rich_help_panel=MACHINE)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=MACHINE)]
+
+
+@app.command()
+def prune(
+    model: Model,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder for the results.", show_default=False, rich_help_panel=MACHINE)
+    ],
+    target: Target = HEAD,
+    ratio: Ratio = 0.10,
+    method: Method = "ucb",
+    group_width: GroupWidth = GROUP_WIDTH,
+    seed: Seed = 42,
+    pulls_per_step: Pulls = 32,
+    batches_per_pull: PullBatches = 2,
+    temperature: Temperature = 0.02,
+    ucb_c: UcbC = 1.5,
+    pool_size: PoolSize = 0,
+    screen: Screen = AUTO,
+    score_batches: ScoreBatches = 16,
+    calibration: Calibration = BUILTIN,
+    data: Data = "",
+    seq_len: SeqLen = 128,
+    batch_size: BatchSize = AUTO,
+    calibration_size: CalibrationSize = AUTO,
+    evaluation_size: EvaluationSize = AUTO,
+    evaluation_batches: EvaluationBatches = AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """The main job: choose units, and evaluate the model with and without them.
+
+    Writes selection.json, evaluation.json and the journal of every measurement. Stopped at any moment and started again
+    with the same command, it goes on where it was and ends with the same selection.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
+    with _Bars() as watcher:
+        result = prune_model(given.pop("model"), out=out, watcher=watcher, **given)
+    if as_json:
+        print(jsonio.dumps(_without_batch_losses(result.record), indent=1))
+        return
+    _show_evaluation(result.record)
+    _show_units(result.selection)
+    stdout.print(f"\nFiles: {out / 'selection.json'}, {out / 'evaluation.json'}, {out / 'journal.jsonl'}")
+
+
+@app.command()
+def select(
+    model: Model,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="The selection file to write.", show_default=False, rich_help_panel=MACHINE)
+    ],
+    target: Target = HEAD,
+    ratio: Ratio = 0.10,
+    method: Method = "ucb",
+    group_width: GroupWidth = GROUP_WIDTH,
+    seed: Seed = 42,
+    pulls_per_step: Pulls = 32,
+    batches_per_pull: PullBatches = 2,
+    temperature: Temperature = 0.02,
+    ucb_c: UcbC = 1.5,
+    pool_size: PoolSize = 0,
+    screen: Screen = AUTO,
+    score_batches: ScoreBatches = 16,
+    calibration: Calibration = BUILTIN,
+    seq_len: SeqLen = 128,
+    batch_size: BatchSize = AUTO,
+    calibration_size: CalibrationSize = AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose units and write them to a file; `evaluate` judges them."""
+    given = {name: value for name, value in locals().items() if name not in ("out", "as_json", "trust_remote_code")}
+    settings = make_settings(**given)
+    settings.check()
+    if out.is_dir():
+        raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'selection.json'}.")
+    check_place(out.absolute().parent)
+    with _Bars() as watcher:
+        network, settings, batches = _load_for(settings, trust_remote_code, watcher)
+        refuse_other_selection(out, run_settings(network, settings, batches))
+        journal = out.with_name(out.name.removesuffix(".json") + ".journal.jsonl")
+        selection = choose_units(network, batches, settings, journal=journal, watcher=watcher)
+    selection.save(out)
+    if as_json:
+        fields = selection.to_json()
+        shown = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "units", "steps")
+        percent = {"zeroed_percent": zeroed_percent(network, selection.units)}
+        print(jsonio.dumps({name: fields[name] for name in shown} | percent, indent=1))
+        return
+    _show_units(selection)
+    stdout.print(f"\nFiles: {out}, {journal}")
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    selection: Annotated[
+        Path | None, typer.Option(help="The selection to judge; none evaluates the dense model alone.", rich_help_panel=DATA)
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(help="What judges: builtin, wikitext2, lambada, a file, a folder, a hub data set.", rich_help_panel=DATA),
+    ] = BUILTIN,
+    seq_len: SeqLen = 128,
+    batch_size: BatchSize = AUTO,
+    evaluation_size: EvaluationSize = AUTO,
+    evaluation_batches: EvaluationBatches = AUTO,
+    seed: Annotated[int, typer.Option(help="Which images are drawn.", rich_help_panel=DATA)] = 42,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    trust_remote_code: Trust = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Also write the result to this file.", rich_help_panel=MACHINE)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a model with and without selected units: perplexity for text, top-1 and top-5 for images."""
+    chosen = Selection.load(selection) if selection else None
+    if out:
+        check_place(out.absolute().parent)
+    with _Bars() as watcher:
+        watcher.stage(f"loading {model}")
+        network, processor = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        if chosen:
+            check_selection(network, chosen, model)
+        task = FAMILIES[family_of(network)].task
+        settings = Settings(model, seq_len=seq_len, batch_size=batch_size, seed=seed).for_task(task)
+        judging = Judging(data, evaluation_size, evaluation_batches).for_task(task, data)
+        watcher.stage("reading data")
+        batches = load_batches(network, processor, data, settings, split="test", size=judging.size, most=judging.max_batches)
+        if chosen:
+            record = judge(network, chosen, batches, watcher)
+        else:
+            watcher.stage("evaluating the dense model")
+            record = {"dense": evaluate_model(network, batches, watcher.evaluated).to_json()}
+    record = {"model": model, "selection": str(selection) if selection else None, "data": data} | record
+    if out:
+        jsonio.write_text(out, jsonio.dumps(record, indent=1) + "\n")
+    if as_json:
+        print(jsonio.dumps(_without_batch_losses(record), indent=1))
+    else:
+        _show_evaluation(record)
+
+
+@app.command()
+def units(
+    model: Model,
+    target: Target = HEAD,
+    ratio: Ratio = 0.10,
+    group_width: GroupWidth = GROUP_WIDTH,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """What could go: candidates and their parameters, layer by layer. Needs a config, no weights."""
+    shapes = load_shapes(model, trust_remote_code=trust_remote_code)
+    candidates = candidate_units(shapes, target, group_width)
+    k = n_selected(ratio, len(candidates))
+    low, high = (round(percent, 4) for percent in zeroed_percent_range(shapes, candidates, k))
+    total = total_parameters(shapes)
+    layers = []
+    for i, layer in enumerate(anatomy(shapes)):
+        here = [unit for unit in candidates if unit.layer == i]
+        layers.append(
+            {
+                "layer": i,
+                "name": layer.name,
+                "heads": layer.heads,
+                "kv_heads": layer.kv_heads,
+                "head_dim": layer.head_dim,
+                "mlp_width": layer.mlp_width,
+                "units": len(here),
+                "params": sum(effective_parameters(layer, unit) for unit in here),
+            }
+        )
+    if as_json:
+        record = {
+            "model": model,
+            "family": family_of(shapes),
+            "target": target,
+            "ratio": ratio,
+            "candidates": len(candidates),
+            "selected": k,
+            "unit_ratio": k / len(candidates),
+            "total_params": total,
+            "zeroed_percent": low if low == high else [low, high],
+            "layers": layers,
+        }
+        print(jsonio.dumps(record, indent=1))
+        return
+    table = Table("layer", "block", "heads", "K/V heads", "head width", "MLP width", "units", "their parameters")
+    for row in layers:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+    stdout.print(table)
+    percent = f"{low:.4f}%" if low == high else f"{low:.4f}% to {high:.4f}%"
+    stdout.print(f"{len(candidates):,} candidates ({target}), {total:,} parameters.")
+    stdout.print(f"A ratio of {ratio:g} selects {k:,} ({k / len(candidates):.2%}): {percent} of the parameters.")
+
+
+def _load_for(settings: Settings, trust_remote_code: bool, watcher: Watcher) -> tuple[Any, Settings, Any]:
+    watcher.stage(f"loading {settings.model}")
+    network, processor = load(settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+    settings = settings.for_task(FAMILIES[family_of(network)].task)
+    watcher.stage("reading data")
+    batches = load_batches(network, processor, settings.calibration, settings, split="train", size=settings.calibration_size)
+    return network, settings, batches
+
+
+class _Bars(Watcher):
+    """Progress on standard error: bars on a terminal, a line a step elsewhere."""
+
+    def __enter__(self) -> _Bars:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=stderr,
+            disable=not stderr.is_terminal,
+        )
+        self._task: Any = None
+        self._counts: tuple[int, int] | None = None
+        self._replaying = False
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def stage(self, name: str) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=None)
+        if not stderr.is_terminal:
+            stderr.print(f"{name} ...")
+
+    def pull(self, progress: search.Progress) -> None:
+        if progress.replayed and not self._replaying:
+            stderr.print("going on where an earlier start was stopped ...")
+        self._replaying = progress.replayed
+        self._progress.update(
+            self._task,
+            description=f"step {progress.step + 1}/{progress.n_steps} pull {progress.pull}/{progress.n_pulls} "
+            f"best {progress.best} (reward {progress.best_reward:.3f})",
+            total=progress.n_steps * progress.n_pulls,
+            completed=progress.step * progress.n_pulls + progress.pull,
+        )
+        if not stderr.is_terminal and progress.pull == progress.n_pulls and not progress.replayed:
+            stderr.print(f"step {progress.step + 1}/{progress.n_steps}: {progress.best} (reward {progress.best_reward:.3f})")
+
+    def evaluated(self, batch: int, n_batches: int) -> None:
+        self._progress.update(self._task, total=n_batches, completed=batch)
+
+
+def _show_evaluation(record: dict[str, Any]) -> None:
+    names = {
+        "loss": "loss",
+        "perplexity": "perplexity",
+        "last_word_accuracy": "last-word accuracy",
+        "top1": "top-1",
+        "top5": "top-5",
+        "nonfinite_batches": "non-finite batches",
+    }
+    dense, pruned = record["dense"], record.get("pruned")
+    table = Table("", "dense", *(["pruned", "change"] if pruned else []))
+    for key, name in names.items():
+        if key not in dense or (key == "nonfinite_batches" and not dense[key] and not (pruned and pruned[key])):
+            continue
+        row = [name, _number(dense[key])]
+        if pruned:
+            change = (
+                f"{float(record['ppl_change_percent']):+.2f}%" if key == "perplexity" else _signed(record.get(f"delta_{key}"))
+            )
+            row += [_number(pruned[key]), change]
+        table.add_row(*row)
+    stdout.print(table)
+    if pruned:
+        stdout.print(
+            f"{len(record['units'])} units zeroed: {record['zeroed_percent']:.4f}% of {record['total_params']:,} parameters; "
+            f"{record['pulls']:,} pulls, {record['forwards']:,} forwards."
+        )
+        if record["nonfinite_pulls"]:
+            stdout.print(f"{record['nonfinite_pulls']} pulls gave a non-finite loss; the trace shows them.")
+
+
+def _show_units(selection: Selection) -> None:
+    by_layer: dict[tuple[str, int], list[int]] = {}
+    for unit in selection.units:
+        by_layer.setdefault((unit.kind, unit.layer), []).append(unit.index)
+    shown = (f"{kind} {layer}.{','.join(map(str, sorted(indices)))}" for (kind, layer), indices in sorted(by_layer.items()))
+    stdout.print(f"Removed ({len(selection.units)}): {'  '.join(shown)}")
+
+
+def _number(value: Any) -> str:
+    return f"{value}" if isinstance(value, int) else f"{float(value):.4f}"
+
+
+def _signed(value: Any) -> str:
+    return "" if value is None else f"{float(value):+.4f}"
+
+
+def _without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
+    """What is printed leaves out the long lists; the files have them."""
+    short = {
+        side: {name: value for name, value in record[side].items() if name != "batch_losses"}
+        for side in ("dense", "pruned")
+        if side in record
+    }
+    return record | short
+
+
+def main() -> NoReturn:
+    """Run the command line: errors of the user's become one sentence and exit code 2, never a traceback."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app()
+    except SecateurError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("Stopped. The same command goes on from here.", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    stderr.print(f"error: {message}", markup=False)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

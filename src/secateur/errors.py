@@ -1,0 +1,48 @@
+"""Every error a user can cause, in one tree.
+
+    SecateurError
+    ├── SettingError        a setting that cannot work: a ratio of 1.5, an unknown method
+    ├── MissingExtra        an optional package that this request needs
+    ├── ModelError          a model that cannot be found or read
+    │   └── UnsupportedModel    a model of no known family
+    ├── DataError           text or images that are missing, broken, too few, or used twice
+    ├── SelectionError      a selection that cannot be read, or was made for another model
+    └── OutputError         a place that cannot be written, or that holds another run's work
+
+Each message is one sentence or two: what is wrong, where, and what to do. The command line prints it and exits with 2.
+"""
+
+
+class SecateurError(Exception):
+    """The root: catch this to catch whatever Secateur raises on purpose."""
+
+
+class SettingError(SecateurError):
+    """A setting that cannot work."""
+
+
+class MissingExtra(SecateurError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, package: str, extra: str, needed_for: str) -> None:
+        super().__init__(f"{needed_for} needs the package {package!r}: pip install 'secateur[{extra}]'.")
+
+
+class ModelError(SecateurError):
+    """A model that cannot be found or read."""
+
+
+class UnsupportedModel(ModelError):
+    """A model of no known family."""
+
+
+class DataError(SecateurError):
+    """Text or images that are missing, broken, too few, or used twice."""
+
+
+class SelectionError(SecateurError):
+    """A selection that cannot be read, or was made for another model."""
+
+
+class OutputError(SecateurError):
+    """A place that cannot be written, or that holds another run's work."""

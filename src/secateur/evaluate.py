@@ -1,0 +1,87 @@
+"""Evaluation: loss with perplexity, or with top-1 and top-5, of a model as it stands (zeroed or not)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from secateur.losses import IGNORED, Batch, evaluating, predict, row_losses
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model scores on some batches. A non-finite batch makes the loss non-finite; it is never left out."""
+
+    loss: float  # mean over all predicted tokens, or all images
+    rows: int  # how many of them
+    batch_losses: tuple[float, ...]
+    perplexity: float | None = None
+    last_word_accuracy: float | None = None
+    top1: float | None = None
+    top5: float | None = None
+
+    @property
+    def nonfinite_batches(self) -> int:
+        return sum(not math.isfinite(loss) for loss in self.batch_losses)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in fields.items() if value is not None} | {
+            "nonfinite_batches": self.nonfinite_batches
+        }
+
+
+def evaluate(model: nn.Module, batches: Sequence[Batch], progress: Callable[[int, int], None] | None = None) -> Evaluation:
+    """Loss, and what goes with it, over all batches.
+
+    >>> with zeroed(model, selection.units):
+    ...     pruned = evaluate(model, batches)
+    """
+    text = "input_ids" in batches[0]
+    losses: list[float] = []
+    loss_sum, rows, in_top1, in_top5, words, words_right = 0.0, 0, 0, 0, 0, 0
+    with torch.inference_mode(), evaluating(model):
+        for i, batch in enumerate(batches):
+            logits, labels = predict(model, batch)
+            total, n = float(row_losses(logits, labels).double().sum()), int((labels != IGNORED).sum())
+            losses.append(total / n)
+            loss_sum, rows = loss_sum + total, rows + n
+            if not text:
+                top = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
+                in_top1, in_top5 = in_top1 + int(top[:, 0].sum()), in_top5 + int(top.sum())
+            elif "last_word" in batch:
+                last = batch["last_word"][:, 1:].to(labels.device)
+                right = (logits.argmax(-1) == labels).view(last.shape) | ~last  # a word is right when all its tokens are
+                words, words_right = words + len(right), words_right + int(right.all(-1).sum())
+            if progress:
+                progress(i + 1, len(batches))
+    loss = loss_sum / rows
+    if not text:
+        return Evaluation(loss, rows, tuple(losses), top1=in_top1 / rows, top5=in_top5 / rows)
+    accuracy = words_right / words if words else None
+    return Evaluation(loss, rows, tuple(losses), perplexity=_exp(loss), last_word_accuracy=accuracy)
+
+
+def perplexity(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """exp of the mean loss over all predicted tokens."""
+    return _exp(evaluate(model, batches).loss)
+
+
+def changes(dense: Evaluation, pruned: Evaluation) -> dict[str, float]:
+    """What pruning changed: negative delta_top1 is accuracy lost, positive ppl_change_percent is perplexity gained."""
+    found = {"delta_loss": pruned.loss - dense.loss}
+    if dense.perplexity is not None and pruned.perplexity is not None:
+        found["ppl_change_percent"] = 100 * (pruned.perplexity / dense.perplexity - 1)
+    for name in ("top1", "top5", "last_word_accuracy"):
+        if getattr(dense, name) is not None:
+            found[f"delta_{name}"] = getattr(pruned, name) - getattr(dense, name)
+    return found
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan

@@ -1,0 +1,303 @@
+"""The anatomy of a model: its blocks, their projections, and which parameters belong to which unit.
+
+A family is one row of FAMILIES. Everything downstream (zeroing, scores, accounting) reads `anatomy(model)` and never asks
+which family it is. To add one, see docs/add-a-family.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from secateur.errors import SelectionError, UnsupportedModel
+from secateur.units import GROUP_WIDTH, HEAD, Unit, enumerate_units
+
+SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where things are. `blocks` is a dotted path from the model in which `*` walks a list; the rest start at a block."""
+
+    task: str  # "text" or "image"
+    blocks: str
+    attention: str
+    qkv: tuple[str, ...]  # inside the attention
+    out: str  # inside the attention: the projection that heads enter side by side
+    mlp_in: tuple[str, ...]  # two names make a gated MLP
+    mlp_out: str
+    packing: str = SEPARATE  # or one projection: PACKED is [all Q | all K | all V], PER_HEAD is [q k v] head after head
+
+
+_LLAMA = Family(
+    task="text",
+    blocks="model.layers",
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="o_proj",
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+)
+_VIT = Family(
+    task="image",
+    blocks="vit.layers",
+    attention="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="o_proj",
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+)
+_TIMM = Family(
+    task="image",
+    blocks="blocks",
+    attention="attn",
+    qkv=("qkv",),
+    out="proj",
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+    packing=PACKED,
+)
+
+# transformers' model_type, or "timm/" and the class name.
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        task="text",
+        blocks="transformer.h",
+        attention="attn",
+        qkv=("c_attn",),
+        out="c_proj",
+        mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj",
+        packing=PACKED,
+    ),
+    "opt": Family(
+        task="text",
+        blocks="model.decoder.layers",
+        attention="self_attn",
+        qkv=("q_proj", "k_proj", "v_proj"),
+        out="out_proj",
+        mlp_in=("fc1",),
+        mlp_out="fc2",
+    ),
+    "gpt_neox": Family(
+        task="text",
+        blocks="gpt_neox.layers",
+        attention="attention",
+        qkv=("query_key_value",),
+        out="dense",
+        mlp_in=("mlp.dense_h_to_4h",),
+        mlp_out="mlp.dense_4h_to_h",
+        packing=PER_HEAD,
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "smollm3": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "vit": _VIT,
+    "deit": replace(_VIT, blocks="deit.layers"),
+    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks"),
+    "timm/VisionTransformer": _TIMM,
+    "timm/VisionTransformerDistilled": _TIMM,
+    "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks"),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A range of one dimension of a parameter: `parameter.narrow(dim, start, length)`."""
+
+    module: nn.Module
+    parameter: Tensor
+    dim: int
+    start: int
+    length: int
+    over_inputs: bool = False  # the range runs over the projection's input channels, not over its outputs
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This range of `tensor`, which has the parameter's shape (the parameter itself, or its gradient)."""
+        return tensor.narrow(self.dim, self.start, self.length)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block, read: its projections and its counts."""
+
+    name: str
+    block: nn.Module
+    qkv: tuple[nn.Module, ...]
+    out: nn.Module
+    mlp_in: tuple[nn.Module, ...]
+    mlp_out: nn.Module
+    packing: str
+    width: int  # d, the model dimension here
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int  # D_l
+
+    @property
+    def grouped_query(self) -> bool:
+        return self.kv_heads < self.heads
+
+    @property
+    def gated(self) -> bool:
+        return len(self.mlp_in) == 2
+
+    def projection(self, unit: Unit) -> nn.Module:
+        """The output projection that the unit's channels enter."""
+        return self.out if unit.kind == HEAD else self.mlp_out
+
+    def channels(self, unit: Unit) -> range:
+        """The unit's channels in the input of that projection (Eq. 9 and 10)."""
+        width, total = (self.head_dim, self.heads * self.head_dim) if unit.kind == HEAD else (unit.width, self.mlp_width)
+        start = unit.index * width
+        if start >= total:
+            n = self.heads if unit.kind == HEAD else -(-total // width)
+            what = "heads" if unit.kind == HEAD else f"MLP groups of {width} channels"
+            raise SelectionError(f"There is no unit {unit}: block {unit.layer} has {n} {what}, counted from 0.")
+        return range(start, min(start + width, total))
+
+    def slices(self, unit: Unit) -> Iterator[Slice]:
+        """The parameters that belong to this unit alone: what Eq. 12-14 count, and W_j of Eq. 33-36.
+
+        A K/V head shared by several query heads belongs to none of them (Eq. 13).
+        """
+        channels = self.channels(unit)
+        start, length = channels.start, len(channels)
+        if unit.kind != HEAD:
+            for module in self.mlp_in:
+                yield from _outputs(module, start, length)
+        elif self.packing == PER_HEAD:
+            yield from _outputs(self.qkv[0], 3 * start, 3 * length)
+        elif self.packing == PACKED:
+            for part in range(3):
+                yield from _outputs(self.qkv[0], part * self.heads * self.head_dim + start, length)
+        else:
+            for module in self.qkv[:1] if self.grouped_query else self.qkv:
+                yield from _outputs(module, start, length)
+        projection = self.projection(unit)
+        weight = _weight(projection)
+        yield Slice(projection, weight, _input_dim(projection), start, length, over_inputs=True)
+
+
+def family_of(model: nn.Module) -> str:
+    """The model's row in FAMILIES."""
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in FAMILIES:
+        return str(model_type)
+    timm_names = [f"timm/{kind.__name__}" for kind in type(model).__mro__ if kind.__module__.startswith("timm.")]
+    for name in timm_names:
+        if name in FAMILIES:
+            return name
+    what = f"model_type {model_type!r}" if model_type else f"the class {type(model).__name__}"
+    raise unsupported(what)
+
+
+def unsupported(what: str) -> UnsupportedModel:
+    return UnsupportedModel(f"No family is known for {what}; known: {', '.join(FAMILIES)}. See docs/add-a-family.md.")
+
+
+def anatomy(model: nn.Module) -> tuple[Layer, ...]:
+    """The blocks of a model of a known family, in the order in which they run."""
+    family = FAMILIES[family_of(model)]
+    try:
+        return tuple(_read_block(family, name, block) for name, block in _walk(model, family.blocks))
+    except AttributeError as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not built as its family {family_of(model)!r} usually is: {error}. "
+            "Pass the model with its head (a causal language model or an image classifier), or see docs/add-a-family.md."
+        ) from error
+
+
+def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GROUP_WIDTH) -> list[Unit]:
+    """All units of `model` that the target allows.
+
+    >>> units = candidate_units(model, target="head")
+    """
+    layers = anatomy(model)
+    return enumerate_units(
+        [layer.heads for layer in layers], [layer.mlp_width for layer in layers], target=target, group_width=group_width
+    )
+
+
+def layer_of(layers: tuple[Layer, ...], unit: Unit) -> Layer:
+    if unit.layer >= len(layers):
+        raise SelectionError(f"There is no unit {unit}: the model has {len(layers)} blocks, counted from 0.")
+    return layers[unit.layer]
+
+
+def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
+    attention = block.get_submodule(family.attention)
+    out = attention.get_submodule(family.out)
+    qkv = tuple(attention.get_submodule(path) for path in family.qkv)
+    mlp_in = tuple(block.get_submodule(path) for path in family.mlp_in)
+    mlp_out = block.get_submodule(family.mlp_out)
+    inner = _in_features(out)  # heads * head_dim; not always the model dimension (Gemma, Qwen3)
+    head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    if head_dim is None:
+        head_dim = inner // getattr(attention, "num_heads")  # noqa: B009 - to mypy a module's attributes are tensors
+    heads = inner // head_dim
+    kv_heads = _out_features(qkv[1]) // head_dim if family.packing == SEPARATE else heads
+    mlp_width = _in_features(mlp_out)
+    q_features = _out_features(qkv[0]) if family.packing == SEPARATE else _out_features(qkv[0]) // 3
+    if q_features != inner or any(_out_features(module) != mlp_width for module in mlp_in):
+        raise UnsupportedModel(
+            f"The projections of {name} do not fit one another (heads {q_features} to {inner}, "
+            f"MLP {[_out_features(module) for module in mlp_in]} to {mlp_width}): a packing that Secateur does not know."
+        )
+    return Layer(
+        name=name,
+        block=block,
+        qkv=qkv,
+        out=out,
+        mlp_in=mlp_in,
+        mlp_out=mlp_out,
+        packing=family.packing,
+        width=_in_features(qkv[0]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp_width,
+    )
+
+
+def _walk(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    head, star, tail = path.partition(".*.")
+    for index, item in enumerate(model.get_submodule(head).children()):
+        name = f"{head}.{index}"
+        if star:
+            yield from ((f"{name}.{inner}", block) for inner, block in _walk(item, tail))
+        else:
+            yield name, item
+
+
+def _outputs(module: nn.Module, start: int, length: int) -> Iterator[Slice]:
+    """The rows of a projection that make outputs start:start+length, and their biases."""
+    yield Slice(module, _weight(module), 1 - _input_dim(module), start, length)
+    if isinstance(module.bias, Tensor):
+        yield Slice(module, module.bias, 0, start, length)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight
+
+
+def _input_dim(module: nn.Module) -> int:
+    # transformers' Conv1D (GPT-2) stores its weight as (inputs, outputs), nn.Linear as (outputs, inputs).
+    return 0 if type(module).__name__ == "Conv1D" else 1
+
+
+def _in_features(module: nn.Module) -> int:
+    return int(_weight(module).shape[_input_dim(module)])
+
+
+def _out_features(module: nn.Module) -> int:
+    return int(_weight(module).shape[1 - _input_dim(module)])

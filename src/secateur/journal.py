@@ -1,0 +1,116 @@
+"""The journal: every pull on disk as it happens, so that a killed run started again goes on to the same Selection.
+
+One JSON object a line. The first line holds the run's settings; a journal with other settings is another run's and is
+refused. A torn last line (the process died while writing it) is cut off. While a run holds its journal, no other may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from secateur import jsonio
+from secateur.errors import OutputError
+
+if sys.platform != "win32":  # there, two runs on one journal are the user's to avoid
+    import fcntl
+
+
+class Journal:
+    """The pulls a run has made before (`replay`) and those it makes now (`append`).
+
+    >>> with Journal(Path("out/journal.jsonl"), settings) as journal:
+    ...     selection = select(meter, units, policy=UCB(), ratio=0.1, journal=journal)
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+b")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise jsonio.cannot_write(path, error) from error
+        try:
+            self._lock()
+            self._records = self._read(settings)
+        except BaseException:
+            self._file.close()
+            raise
+        self._position = 0
+        self.n_replayed = len(self._records)  # the pulls of an earlier start
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def replay(self, expected: dict[str, Any]) -> dict[str, Any] | None:
+        """The next recorded pull, or None when this one is new. It must be the pull that the run is about to make."""
+        if self._position >= len(self._records):
+            return None
+        record = self._records[self._position]
+        if any(record.get(key) != value for key, value in jsonio.to_json(expected).items()):
+            raise OutputError(
+                f"Line {self._position + 2} of {self.path} is not the pull that this run makes there: the file was edited, or "
+                "written by another version. Delete it to start anew."
+            )
+        self._position += 1
+        return record
+
+    def append(self, record: dict[str, Any]) -> None:
+        try:
+            self._file.write(jsonio.dumps(record).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise jsonio.cannot_write(self.path, error) from error
+
+    def _lock(self) -> None:
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OutputError(
+                f"Another run is writing {self.path} right now; wait for it, or choose another place with -o."
+            ) from error
+
+    def _read(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        self._file.seek(0)
+        *lines, torn = self._file.read().split(b"\n")
+        if torn:
+            self._file.seek(-len(torn), os.SEEK_END)
+            self._file.truncate()
+        if not lines:
+            self.append({"settings": settings})
+            return []
+        try:
+            header, *records = [json.loads(line) for line in lines]
+            theirs = header["settings"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise OutputError(
+                f"{self.path} is not a journal of Secateur's, or is damaged; move it away or choose another -o."
+            ) from error
+        check_same_run(self.path, theirs, settings)
+        return list(records)
+
+
+def check_same_run(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Refuse to go on with, or to overwrite, the work of a run with other settings."""
+    ours = jsonio.to_json(ours)
+    differing = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    if differing:
+        shown = ", ".join(f"{key} {_short(theirs.get(key))}, now {_short(ours.get(key))}" for key in differing[:3])
+        raise OutputError(f"{path} belongs to another run ({shown}); choose another place with -o, or delete it.")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

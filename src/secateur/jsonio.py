@@ -1,0 +1,45 @@
+"""JSON files: written whole or not at all, and always valid; nan and the infinities are written as words."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from secateur.errors import OutputError
+
+
+def to_json(value: Any) -> Any:
+    """The same value with every non-finite number as the string "nan", "inf" or "-inf"; `float()` reads them back."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(to_json(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside the file, then rename: a reader sees the old file or the new one, never half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"Cannot write {path}: {error.strerror or error}. Choose another place with -o, or make room there.")

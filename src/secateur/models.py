@@ -1,0 +1,228 @@
+"""Loading: a name or a folder in, a model with its tokenizer or image processor out. The only room that meets a model hub.
+
+Only safetensors are read, nothing is unpickled, and code that a checkpoint brings along is not run unless asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import MissingExtra, ModelError, SettingError
+from secateur.families import FAMILIES, family_of, unsupported
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
+TIMM = "timm:"
+
+
+def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
+    """A pretrained model, ready to evaluate, with its tokenizer or its image processor.
+
+    `name` is a folder, a hub name, or `timm:NAME`, where `timm:NAME@FOLDER` takes the weights from a safetensors file there.
+
+    >>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M")
+    """
+    if dtype not in DTYPES:
+        raise SettingError(f"The dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
+    where = resolve_device(device)
+    mend_torchvision()
+    if name.startswith(TIMM) or _is_timm_folder(Path(name)):
+        model, processor = _load_timm(name)
+    else:
+        model, processor = _load_transformers(name, DTYPES[dtype], trust_remote_code)
+    family_of(model)
+    return model.to(device=where, dtype=DTYPES[dtype]).eval(), processor
+
+
+def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model on the meta device: its shapes without its weights, from a config alone."""
+    known = json.loads(KNOWN_MODELS.read_text(encoding="utf-8"))
+    mend_torchvision()
+    if name.startswith(TIMM) or _is_timm_folder(Path(name)):
+        with torch.device("meta"):
+            return _timm_model(name, pretrained=False)
+    if name in known and not Path(name).exists():
+        import transformers
+
+        fields = known[name] if isinstance(known[name], dict) else known[known[name]]
+        config = transformers.AutoConfig.for_model(**fields)
+    else:
+        config = _config(name, trust_remote_code)
+    config.architectures = config.architectures or []  # a list is what from_config goes through
+    with torch.device("meta"), _model_errors(name):
+        return _auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+
+
+def digest(model: nn.Module) -> str:
+    """A fingerprint of a model: its parameters' names and shapes, and 64 values of each, as bfloat16 holds them."""
+    sha = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).view(torch.int16)
+        sha.update(f"{name} {tuple(parameter.shape)} {sample.tolist()}\n".encode())
+    return sha.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on."""
+    names = ("secateur", "torch", "transformers", "numpy")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError(f"The device {device!r} cannot be used here: {_first_line(error)} Try --device cpu.") from error
+    return where
+
+
+_mended: list[torch.library.Library] = []
+
+
+def mend_torchvision() -> None:
+    """Let a torchvision built for CUDA be imported beside a CPU-only torch.
+
+    Its Python half registers shapes for two operators that its compiled half, which then fails to load, should have
+    defined; torchvision, timm and even transformers refuse to import. Defining the two is enough, since nothing here calls
+    them. Does nothing where torchvision is absent or whole.
+    """
+    if _mended or importlib.util.find_spec("torchvision") is None:
+        return
+    if "torchvision" in sys.modules:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _mended.append(library)  # the definitions live as long as this object
+
+
+def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+    import transformers
+
+    config = _config(name, trust_remote_code)
+    auto = _auto_class(config.model_type)
+    with _model_errors(name):
+        model, info = auto.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} among them.")
+    with _model_errors(name, "its tokenizer or image processor"):
+        if FAMILIES[family_of(model)].task == "text":
+            return model, transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # The PIL backend, whether or not torchvision is there: the two differ in the last bits of a resized image.
+        processor = transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
+        return model, lambda images: processor(images=images, return_tensors="pt")["pixel_values"]
+
+
+def _config(name: str, trust_remote_code: bool) -> Any:
+    import transformers
+
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"The folder {name} holds no config.json: it is not a model. Give a folder that save_pretrained wrote."
+        )
+    if folder.is_file():
+        raise ModelError(f"{name} is a file; give the folder that holds it and its config.json.")
+    with _model_errors(name):
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _auto_class(model_type: str) -> Any:
+    import transformers
+
+    if model_type not in FAMILIES:
+        raise unsupported(f"model_type {model_type!r}")
+    return (
+        transformers.AutoModelForCausalLM
+        if FAMILIES[model_type].task == "text"
+        else transformers.AutoModelForImageClassification
+    )
+
+
+@contextlib.contextmanager
+def _model_errors(name: str, what: str = "it") -> Iterator[None]:
+    """Whatever a loader raises about a checkpoint, as one sentence of ours."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ModelError(f"The weights in {name} are damaged or cut short: {_first_line(error)} Get them again.") from error
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, TypeError) as error:
+        if Path(name).is_dir():
+            raise ModelError(f"Cannot read the model in {name}, or {what}: {_first_line(error)}") from error
+        raise ModelError(
+            f"There is no folder {name}, and the model hub did not give a model of that name: {_first_line(error)} "
+            "Check the name and the network, or give a local folder."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if line.endswith((".", "!", "?")) else line + "."
+
+
+def _is_timm_folder(folder: Path) -> bool:
+    """A folder in the form of timm's hub repositories: its config.json names an `architecture`."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and "architecture" in fields and "model_type" not in fields
+
+
+def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingExtra("timm", "timm", f"The model {name}") from error
+    name, _, weights = name.removeprefix(TIMM).partition("@")
+    source = f"local-dir:{name}" if Path(name).is_dir() else name
+    try:
+        model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
+    except Exception as error:  # timm raises bare RuntimeErrors, and the hub client errors of its own
+        raise ModelError(f"timm cannot make the model {name!r}: {_first_line(error)}") from error
+    if pretrained and weights:
+        _load_weights(model, Path(weights))
+    return model
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    from safetensors.torch import load_file
+
+    path = path / "model.safetensors" if path.is_dir() else path
+    with _model_errors(str(path.parent)):
+        wrong = model.load_state_dict(load_file(path), strict=False)
+    if wrong.missing_keys or wrong.unexpected_keys:
+        raise ModelError(
+            f"The weights in {path} are another model's: {len(wrong.missing_keys)} tensors are missing and "
+            f"{len(wrong.unexpected_keys)} are not known, {[*wrong.missing_keys, *wrong.unexpected_keys][0]} among them."
+        )
+
+
+def _load_timm(name: str) -> tuple[nn.Module, Callable[[list[Any]], Tensor]]:
+    model = _timm_model(name, pretrained=True)
+    from timm import data
+
+    transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
+    return model, lambda images: torch.stack([transform(image) for image in images])

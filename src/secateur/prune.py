@@ -1,0 +1,346 @@
+"""The whole job in one call: load, choose units, evaluate, write. Everything here is also reachable step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from secateur import jsonio
+from secateur.accounting import total_parameters, zeroed_percent
+from secateur.damage import DamageMeter
+from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
+from secateur.errors import DataError, OutputError, SelectionError, SettingError
+from secateur.evaluate import Evaluation, changes, evaluate
+from secateur.families import FAMILIES, candidate_units, family_of
+from secateur.journal import Journal, check_same_run
+from secateur.models import digest, load, versions
+from secateur.policies import UCB, Greedy, Policy, Thompson
+from secateur.scores import STATIC_METHODS, magnitude_scores, unit_scores
+from secateur.selection import Progress, Selection, check_search, select, select_by_score
+from secateur.units import GROUP_WIDTH, HEAD, TARGETS, n_selected
+from secateur.zeroing import zeroed
+
+SEARCH_METHODS = ("ucb", "ts", "greedy")
+METHODS = (*SEARCH_METHODS, *STATIC_METHODS)
+AUTO = -1  # a setting left to the model's task
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides which units are chosen. The defaults are the paper's (section 4); AUTO means the paper's for the task."""
+
+    model: str
+    target: str = HEAD
+    ratio: float = 0.10
+    method: str = "ucb"
+    seed: int = 42
+    pulls_per_step: int = 32  # T_step; G for greedy
+    batches_per_pull: int = 2  # b_pull
+    temperature: float = 0.02  # tau
+    ucb_c: float = 1.5
+    pool_size: int = 0  # 0: min{|R|, max(2, floor(2 sqrt|R|))}
+    screen: int = AUTO  # keep this many of lowest magnitude before each pool is drawn; 0: all. Text 48, images 0
+    group_width: int = GROUP_WIDTH  # g0
+    score_batches: int = 16  # calibration batches that wanda, taylor and fisher look at
+    calibration: str = BUILTIN
+    calibration_size: int = AUTO  # texts 512, images 1024
+    seq_len: int = 128
+    batch_size: int = AUTO  # texts 4, images 8
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        n_selected(self.ratio, 10**9)
+        check_search(
+            pulls_per_step=self.pulls_per_step,
+            temperature=self.temperature,
+            pool_size=self.pool_size or None,
+            screen=None if self.screen in (0, AUTO) else self.screen,
+        )
+        UCB(self.ucb_c)
+        if self.method not in METHODS:
+            raise SettingError(f"The method is {self.method!r}, but must be one of {', '.join(METHODS)}.")
+        if self.target not in TARGETS:
+            raise SettingError(f"The target is {self.target!r}, but must be one of {', '.join(TARGETS)}.")
+        for name in ("batches_per_pull", "group_width", "score_batches"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"The setting {name} is {getattr(self, name)}, but must be at least 1.")
+        if self.seed < 0:
+            raise SettingError(f"The seed is {self.seed}, but must be 0 or more.")
+
+    def for_task(self, task: str) -> Settings:
+        """The same settings with every AUTO replaced."""
+        screen, size, batch = (48, 512, 4) if task == "text" else (0, 1024, 8)
+        return replace(
+            self,
+            screen=screen if self.screen == AUTO else self.screen,
+            calibration_size=size if self.calibration_size == AUTO else self.calibration_size,
+            batch_size=batch if self.batch_size == AUTO else self.batch_size,
+        )
+
+
+@dataclass(frozen=True)
+class Judging:
+    """What decides how a selection is judged."""
+
+    data: str = ""  # empty: the held-out split of the calibration data
+    size: int = AUTO  # texts 1024, images 2000
+    max_batches: int = AUTO  # texts 80, images all
+
+    def for_task(self, task: str, calibration: str) -> Judging:
+        size, most = (1024, 80) if task == "text" else (2000, 0)
+        return Judging(
+            data=self.data or calibration,
+            size=size if self.size == AUTO else self.size,
+            max_batches=most if self.max_batches == AUTO else self.max_batches,
+        )
+
+
+class Watcher:
+    """Is told how a run goes; this one keeps silent. The command line draws its progress bars with another."""
+
+    def stage(self, name: str) -> None: ...
+    def pull(self, progress: Progress) -> None: ...
+    def evaluated(self, batch: int, n_batches: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """What `prune` found, as evaluation.json holds it, with the selection and where the files are."""
+
+    selection: Selection
+    record: dict[str, Any]
+    out: Path | None
+
+
+def prune(
+    model: str,
+    *,
+    out: str | Path | None = None,
+    data: str = "",
+    evaluation_size: int = AUTO,
+    evaluation_batches: int = AUTO,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> PruneResult:
+    """Choose units of a model, evaluate it with and without them, and write selection.json and evaluation.json to `out`.
+
+    Further keywords are those of `Settings`. Started again with the same arguments after it was stopped, it goes on.
+
+    >>> prune("gpt2", ratio=0.10, calibration="wikitext2", out="gpt2-pruned")
+    """
+    watcher = watcher or Watcher()
+    asked = make_settings(model=model, **settings)
+    asked.check()
+    folder = Path(out) if out is not None else None
+    if folder:
+        check_place(folder)
+    watcher.stage(f"loading {model}")
+    network, processor = load(model, device=asked.device, dtype=asked.dtype, trust_remote_code=trust_remote_code)
+    task = FAMILIES[family_of(network)].task
+    wanted = asked.for_task(task)
+    judging = Judging(data, evaluation_size, evaluation_batches).for_task(task, wanted.calibration)
+    watcher.stage("reading data")
+    calibration = load_batches(network, processor, wanted.calibration, wanted, split="train", size=wanted.calibration_size)
+    evaluation = load_batches(
+        network, processor, judging.data, wanted, split="test", size=judging.size, most=judging.max_batches
+    )
+    check_apart(calibration.source, evaluation.source)
+    key = {"settings": run_settings(network, wanted, calibration), "judging": _judging_settings(judging, evaluation)}
+    done = None
+    if folder:
+        refuse_other_selection(folder / "selection.json", key["settings"])
+        done = _read_record(folder / "evaluation.json", key)
+    started = time.perf_counter()
+    selection = choose_units(
+        network, calibration, wanted, journal=folder / "journal.jsonl" if folder else None, watcher=watcher
+    )
+    seconds = time.perf_counter() - started
+    if folder:
+        selection.save(folder / "selection.json")
+    record = done or key | judge(network, selection, evaluation, watcher) | {"selection_seconds": seconds}
+    if folder and not done:
+        jsonio.write_text(folder / "evaluation.json", jsonio.dumps(record, indent=1) + "\n")
+    return PruneResult(selection, record, folder)
+
+
+def make_settings(**fields: Any) -> Settings:
+    known = {field.name for field in dataclasses.fields(Settings)}
+    unknown = sorted(fields.keys() - known)
+    if unknown:
+        raise SettingError(f"There is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+    return Settings(**fields)
+
+
+def choose_units(
+    model: nn.Module,
+    calibration: Batches,
+    settings: Settings,
+    *,
+    journal: Path | None = None,
+    watcher: Watcher | None = None,
+) -> Selection:
+    """The units that the settings' method chooses, with everything that a selection.json records."""
+    watcher = watcher or Watcher()
+    settings.check()
+    units = candidate_units(model, settings.target, settings.group_width)
+    n_selected(settings.ratio, len(units))
+    ours = run_settings(model, settings, calibration)
+    watcher.stage("choosing units")
+    with _open_journal(journal, ours) as pages:
+        if settings.method in STATIC_METHODS:
+            scores = unit_scores(
+                settings.method, model, units, batches=calibration[: settings.score_batches], seed=settings.seed
+            )
+            found = select_by_score(scores, ratio=settings.ratio)
+        else:
+            found = select(
+                DamageMeter(model, calibration, batches_per_pull=settings.batches_per_pull, seed=settings.seed),
+                units,
+                policy=_policy(settings),
+                ratio=settings.ratio,
+                pulls_per_step=settings.pulls_per_step,
+                temperature=settings.temperature,
+                seed=settings.seed,
+                pool_size=settings.pool_size or None,
+                screen=settings.screen or None,
+                screen_scores=magnitude_scores(model, units) if settings.screen else None,
+                journal=pages,
+                progress=watcher.pull,
+            )
+    return replace(found, settings=ours, versions=versions(), calibration=calibration.source.to_json())
+
+
+def judge(model: nn.Module, selection: Selection, batches: Batches, watcher: Watcher | None = None) -> dict[str, Any]:
+    """The model with and without the selected units on the same batches, and what the units amount to."""
+    watcher = watcher or Watcher()
+    if selection.calibration:
+        check_apart(Source.from_json(selection.calibration), batches.source)
+    watcher.stage("evaluating the dense model")
+    dense = evaluate(model, batches, watcher.evaluated)
+    watcher.stage("evaluating with the units zeroed")
+    with zeroed(model, selection.units):
+        pruned = evaluate(model, batches, watcher.evaluated)
+    return comparison(dense, pruned) | {
+        "units": [unit.to_json() for unit in selection.units],
+        "total_params": total_parameters(model),
+        "zeroed_percent": zeroed_percent(model, selection.units),
+        "pulls": selection.pulls,
+        "forwards": selection.forwards,
+        "nonfinite_pulls": selection.nonfinite_pulls,
+    }
+
+
+def comparison(dense: Evaluation, pruned: Evaluation) -> dict[str, Any]:
+    return {"dense": dense.to_json(), "pruned": pruned.to_json(), **changes(dense, pruned)}
+
+
+def load_batches(
+    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, size: int, most: int = 0
+) -> Batches:
+    """Batches of the kind that the model takes; at most `most` of them, if that is not 0."""
+    limit = min(size, most * settings.batch_size) if most else size
+    if FAMILIES[family_of(model)].task == "text":
+        context = getattr(model.config, "max_position_embeddings", None)
+        if isinstance(context, int) and settings.seq_len > context:
+            raise SettingError(f"The sequence length is {settings.seq_len}, but the model takes at most {context} tokens.")
+        return text_batches(name, processor, split=split, limit=limit, seq_len=settings.seq_len, batch_size=settings.batch_size)
+    if name == BUILTIN:
+        raise DataError("An image model needs images: give a folder of them with --calibration (and --data).")
+    return image_batches(
+        name,
+        processor,
+        classes=class_names(model),
+        split=split,
+        limit=limit,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        keep=split == "train",
+    )
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """The names of an image model's outputs, in their order; numbers where it has no names."""
+    names = getattr(getattr(model, "config", None), "id2label", None)
+    if names:
+        return [str(names[i]) for i in range(len(names))]
+    return [str(i) for i in range(int(model.num_classes))]  # type: ignore[arg-type]
+
+
+def check_selection(model: nn.Module, selection: Selection, name: str) -> None:
+    """Refuse a selection that was made for another model."""
+    theirs, ours = selection.settings.get("model_digest"), digest(model)
+    if theirs and theirs != ours:
+        raise SelectionError(
+            f"The selection was made for the model {selection.settings.get('model')!r} (digest {theirs}), and {name!r} is "
+            f"another one (digest {ours}); give the model it was made for."
+        )
+    with zeroed(model, selection.units):
+        pass  # units that the model does not have are refused here
+
+
+def check_place(path: Path) -> None:
+    """Refuse an output place that cannot be written, before any work is done for it."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"Cannot write to {path}: it is a file, and a folder is needed. Choose another place with -o.")
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(f"Cannot write to {path}: {place} is not a folder that can be written. Choose another place with -o.")
+
+
+def run_settings(model: nn.Module, settings: Settings, calibration: Batches) -> dict[str, Any]:
+    """The settings and the digests of model and data: two runs that agree in these choose the same units."""
+    fields = dataclasses.asdict(settings) | {"device": str(next(model.parameters()).device)}
+    return fields | {"model_digest": digest(model), "calibration_digest": calibration.source.digest}
+
+
+def refuse_other_selection(path: Path, settings: dict[str, Any]) -> None:
+    """Refuse to overwrite a selection that other settings made."""
+    if path.exists():
+        check_same_run(path, Selection.load(path).settings, settings)
+
+
+def _judging_settings(judging: Judging, evaluation: Batches) -> dict[str, Any]:
+    return dataclasses.asdict(judging) | {"data_digest": evaluation.source.digest, "rows": len(evaluation.source.rows)}
+
+
+def _policy(settings: Settings) -> Policy:
+    policies: dict[str, Policy] = {"ucb": UCB(settings.ucb_c), "ts": Thompson(), "greedy": Greedy()}
+    return policies[settings.method]
+
+
+@contextmanager
+def _open_journal(path: Path | None, settings: dict[str, Any]) -> Iterator[Journal | None]:
+    if path is None:
+        yield None
+        return
+    with Journal(path, settings) as journal:
+        yield journal
+
+
+def _read_record(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of this very run, if it has ended before; another run's is not to be overwritten."""
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        theirs = {**record["settings"], **record["judging"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutputError(
+            f"{path} is not an evaluation of Secateur's, or is damaged; move it away or choose another -o."
+        ) from error
+    check_same_run(path, theirs, {**key["settings"], **key["judging"]})
+    return dict(record)

@@ -1,0 +1,126 @@
+"""Static scores of units (Eq. 32-36): high means keep. Each needs at most one pass over the calibration batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SettingError
+from secateur.families import Layer, Slice, anatomy, layer_of
+from secateur.losses import Batch, batch_loss, evaluating
+from secateur.streams import SCORES, stream
+from secateur.units import Unit
+
+STATIC_METHODS = ("random", "magnitude", "wanda", "taylor", "fisher")
+
+
+def unit_scores(
+    method: str, model: nn.Module, units: Sequence[Unit], *, batches: Sequence[Batch] = (), seed: int = 42
+) -> dict[Unit, float]:
+    """Score every unit by one of STATIC_METHODS; only wanda, taylor and fisher look at the batches, only random at the seed.
+
+    >>> scores = unit_scores("taylor", model, candidate_units(model), batches=calibration)
+    """
+    if method == "random":  # the k lowest of independent draws are a uniform k-subset (Eq. 32)
+        return dict(zip(units, stream(seed, SCORES).random(len(units)).tolist(), strict=True))
+    if method == "magnitude":
+        return magnitude_scores(model, units)
+    if method not in STATIC_METHODS:
+        raise SettingError(f"The static method is {method!r}, but must be one of {', '.join(STATIC_METHODS)}.")
+    if not batches:
+        raise SettingError(f"The method {method} needs calibration batches.")
+    if method == "wanda":
+        return wanda_scores(model, units, batches)
+    gradients = _gradients(model, units, batches)
+    if method == "taylor":
+        return _per_unit(model, units, lambda slices: abs(sum(_total(_times_gradient(s, gradients)) for s in slices)))
+    return _per_unit(model, units, lambda slices: sum(_total(_times_gradient(s, gradients) ** 2) for s in slices))
+
+
+def magnitude_scores(model: nn.Module, units: Sequence[Unit]) -> dict[Unit, float]:
+    """The mean absolute value of the unit's own parameters (Eq. 33)."""
+
+    def score(slices: list[Slice]) -> float:
+        values = [s.of(s.parameter.detach()).float() for s in slices]
+        return sum(_total(value.abs()) for value in values) / sum(value.numel() for value in values)
+
+    return _per_unit(model, units, score)
+
+
+def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[Unit, float]:
+    """Weight magnitude times the norm of the input channel it meets, summed over the unit's weights (Eq. 34)."""
+    norms = _input_norms(model, units, batches)
+
+    def score(slices: list[Slice]) -> float:
+        total = 0.0
+        for s in slices:
+            if s.parameter.dim() != 2:
+                continue  # a bias meets no input channel
+            weight = s.of(s.parameter.detach()).float().abs()
+            norm = norms[s.module].narrow(0, s.start, s.length) if s.over_inputs else norms[s.module]
+            input_dim = s.dim if s.over_inputs else 1 - s.dim
+            total += _total(weight * (norm if input_dim == 1 else norm[:, None]))
+        return total
+
+    return _per_unit(model, units, score)
+
+
+def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[nn.Module, Tensor]:
+    """||X_b||_2 of every input channel of every projection that the units touch, over all positions of all batches."""
+    squares: dict[nn.Module, Tensor] = {}
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].float().flatten(0, -2)  # (positions, channels)
+        squares[module] = squares.get(module, 0) + (x * x).sum(0)
+
+    modules = {s.module for slices in _slices(model, units).values() for s in slices}
+    handles = [module.register_forward_pre_hook(add) for module in modules]
+    try:
+        with torch.inference_mode(), evaluating(model):
+            for batch in batches:
+                batch_loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {module: value.sqrt() for module, value in squares.items()}
+
+
+def _gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[int, Tensor]:
+    """The gradient of the mean calibration loss in every parameter that the units touch, by the parameter's id.
+
+    The model is left as it was found: no `.grad` is written and `requires_grad` is put back.
+    """
+    parameters = list({id(s.parameter): s.parameter for slices in _slices(model, units).values() for s in slices}.values())
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    try:
+        model.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with torch.enable_grad(), evaluating(model):
+            for batch in batches:
+                for total, gradient in zip(sums, torch.autograd.grad(batch_loss(model, batch), parameters), strict=True):
+                    total += gradient / len(batches)
+    finally:
+        for touched, flag in required:
+            touched.requires_grad_(flag)
+    return {id(parameter): total for parameter, total in zip(parameters, sums, strict=True)}
+
+
+def _times_gradient(s: Slice, gradients: Mapping[int, Tensor]) -> Tensor:
+    return s.of(s.parameter.detach()).float() * s.of(gradients[id(s.parameter)])
+
+
+def _slices(model: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Slice]]:
+    layers: tuple[Layer, ...] = anatomy(model)
+    return {unit: list(layer_of(layers, unit).slices(unit)) for unit in units}
+
+
+def _per_unit(model: nn.Module, units: Sequence[Unit], score: Callable[[list[Slice]], float]) -> dict[Unit, float]:
+    return {unit: float(score(slices)) for unit, slices in _slices(model, units).items()}
+
+
+def _total(values: Tensor) -> float:
+    return float(values.sum())

@@ -1,0 +1,18 @@
+"""Named random streams: one seed at the front door, one generator for each purpose.
+
+A new draw in one stream cannot move the others, so a policy that draws more often still meets the same pools and batches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from secateur.errors import SettingError
+
+POOLS, BATCHES, POLICY, SCORES, DATA = range(5)
+
+
+def stream(seed: int, name: int) -> np.random.Generator:
+    if seed < 0:
+        raise SettingError(f"The seed is {seed}, but must be 0 or more.")
+    return np.random.default_rng([seed, name])

@@ -1,0 +1,79 @@
+"""Units: what may be removed, and how many of them (Eq. 1-6). Knows no model and no tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from secateur.errors import SelectionError, SettingError
+
+HEAD, MLP = "head", "mlp"
+TARGETS = (HEAD, MLP, "both")
+GROUP_WIDTH = 32  # g0, the paper's nominal number of MLP channels in a group
+
+
+@dataclass(frozen=True, order=True)
+class Unit:
+    """A typed structured candidate: head `index`, or MLP channel group `index`, of block `layer`; all counted from 0.
+
+    An MLP group carries the nominal `width` of its partition, so that a unit alone says which channels it means.
+    """
+
+    kind: str
+    layer: int
+    index: int
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in (HEAD, MLP):
+            raise SettingError(f"A unit's kind is {HEAD!r} or {MLP!r}, not {self.kind!r}.")
+        if self.layer < 0 or self.index < 0 or self.width < 0:
+            raise SettingError(
+                f"A unit's layer, index and width are counted from 0, not {self.layer}, {self.index}, {self.width}."
+            )
+        object.__setattr__(self, "width", 0 if self.kind == HEAD else self.width or GROUP_WIDTH)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.layer}.{self.index}"
+
+    def to_json(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"kind": self.kind, "layer": self.layer, "index": self.index}
+        return fields if self.kind == HEAD else fields | {"width": self.width}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Unit:
+        try:
+            return cls(str(fields["kind"]), int(fields["layer"]), int(fields["index"]), int(fields.get("width", 0)))
+        except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
+            raise SelectionError(f"{fields!r} is not a unit: it needs a kind, a layer and an index.") from error
+
+
+def enumerate_units(
+    heads: Sequence[int], mlp_widths: Sequence[int], *, target: str, group_width: int = GROUP_WIDTH
+) -> list[Unit]:
+    """All candidates U of a model with `heads[l]` heads and `mlp_widths[l]` MLP channels in block l (Eq. 1-5)."""
+    if target not in TARGETS:
+        raise SettingError(f"The target is {target!r}, but must be one of {', '.join(TARGETS)}.")
+    if group_width < 1:
+        raise SettingError(f"The MLP group width is {group_width}, but must be at least 1.")
+    units: list[Unit] = []
+    if target in (HEAD, "both"):
+        units += [Unit(HEAD, layer, h) for layer, n in enumerate(heads) for h in range(n)]
+    if target in (MLP, "both"):
+        groups = [math.ceil(width / group_width) for width in mlp_widths]  # Q_l; the last group may be smaller (Eq. 2)
+        units += [Unit(MLP, layer, q, group_width) for layer, n in enumerate(groups) for q in range(n)]
+    return units
+
+
+def n_selected(ratio: float, n_candidates: int) -> int:
+    """How many of `n_candidates` units a nominal ratio selects (Eq. 6); halves go to the even number, as Python rounds."""
+    if not 0 < ratio < 1:  # also refuses nan
+        raise SettingError(f"The ratio is {ratio}, but must lie between 0 and 1, both excluded: 0.10 selects a tenth.")
+    k = max(1, round(ratio * n_candidates))
+    if k >= n_candidates:
+        raise SettingError(
+            f"A ratio of {ratio} selects {k} of {n_candidates} candidates and leaves none; choose a smaller one."
+        )
+    return k
