@@ -32,7 +32,7 @@ def effective_parameters(layer: Layer, unit: Unit) -> int:
 def zeroed_percent(model: nn.Module, units: Iterable[Unit]) -> float:
     """Z(S), the effective zeroed parameters in percent of all (Eq. 15)."""
     layers = anatomy(model)
-    zeroed = sum(effective_parameters(layer_of(layers, unit), unit) for unit in units)
+    zeroed = sum(effective_parameters(layer_of(layers, unit), unit) for unit in set(units))
     return 100 * zeroed / total_parameters(model)
 
 

@@ -252,6 +252,9 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
             f"The projections of {name} do not fit one another (heads {q_features} to {inner}, "
             f"MLP {[_out_features(module) for module in mlp_in]} to {mlp_width}): a packing that Secateur does not know."
         )
+    for parent in (attention, getattr(block, "mlp", None)):
+        if not isinstance(getattr(parent, "norm", nn.Identity()), nn.Identity):  # some of timm's
+            raise UnsupportedModel(f"{name} has a norm before an output projection, which mixes the units' channels.")
     return Layer(
         name=name,
         block=block,

@@ -6,6 +6,7 @@ refused. A torn last line (the process died while writing it) is cut off. While 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -57,19 +58,25 @@ class Journal:
         if self._position >= len(self._records):
             return None
         record = self._records[self._position]
-        if any(record.get(key) != value for key, value in jsonio.to_json(expected).items()):
-            raise OutputError(
-                f"Line {self._position + 2} of {self.path} is not the pull that this run makes there: the file was edited, or "
-                "written by another version. Delete it to start anew."
-            )
         self._position += 1
+        if not isinstance(record, dict) or any(record.get(key) != value for key, value in jsonio.to_json(expected).items()):
+            raise self.edited()
         return record
+
+    def edited(self) -> OutputError:
+        """The error for the line last replayed, when it cannot be what this run wrote."""
+        return OutputError(
+            f"Line {self._position + 1} of {self.path} is not the pull that this run makes there: the file was edited, or "
+            "written by another version. Delete it to start anew."
+        )
 
     def append(self, record: dict[str, Any]) -> None:
         try:
             self._file.write(jsonio.dumps(record).encode() + b"\n")
             self._file.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.close()  # now: closing it later would try once more to write what the buffer still holds
             raise jsonio.cannot_write(self.path, error) from error
 
     def _lock(self) -> None:
@@ -82,24 +89,25 @@ class Journal:
                 f"Another run is writing {self.path} right now; wait for it, or choose another place with -o."
             ) from error
 
-    def _read(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    def _read(self, settings: dict[str, Any]) -> list[Any]:
         self._file.seek(0)
         *lines, torn = self._file.read().split(b"\n")
-        if torn:
-            self._file.seek(-len(torn), os.SEEK_END)
-            self._file.truncate()
-        if not lines:
-            self.append({"settings": settings})
-            return []
         try:
+            if not lines and jsonio.dumps({"settings": settings}).encode().startswith(torn):
+                self._file.truncate(0)  # new, or died while writing the first line
+                self.append({"settings": settings})
+                return []
             header, *records = [json.loads(line) for line in lines]
-            theirs = header["settings"]
+            theirs = dict(header["settings"])
         except (ValueError, TypeError, KeyError) as error:
             raise OutputError(
                 f"{self.path} is not a journal of Secateur's, or is damaged; move it away or choose another -o."
             ) from error
         check_same_run(self.path, theirs, settings)
-        return list(records)
+        if torn:
+            self._file.seek(-len(torn), os.SEEK_END)
+            self._file.truncate()
+        return records
 
 
 def check_same_run(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

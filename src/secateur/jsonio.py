@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -28,7 +29,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write beside the file, then rename: a reader sees the old file or the new one, never half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = path.with_name(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "w", encoding="utf-8") as file:
@@ -37,7 +38,8 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise cannot_write(path, error) from error
 
 

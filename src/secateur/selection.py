@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,16 +54,19 @@ class Pull:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Pull:
-        return cls(
-            step=int(fields["step"]),
+        pull = cls(
+            step=index(fields["step"]),
             unit=Unit.from_json(fields["unit"]),
-            batches=tuple(int(b) for b in fields["batches"]),
+            batches=tuple(index(b) for b in fields["batches"]),
             base_losses=tuple(float(x) for x in fields["base_losses"]),
             masked_losses=tuple(float(x) for x in fields["masked_losses"]),
             damage=float(fields["damage"]),
             reward=float(fields["reward"]),
-            forwards=int(fields["forwards"]),
+            forwards=index(fields["forwards"]),
         )
+        if not len(pull.batches) == len(pull.base_losses) == len(pull.masked_losses):
+            raise ValueError("a pull has a base and a masked loss for each of its batches")
+        return pull
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Selection:
                 versions=dict(fields["versions"]),
                 calibration=dict(fields["calibration"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, SelectionError) as error:
             raise SelectionError(f"{path} is a damaged selection: {type(error).__name__} {error}.") from error
 
 
@@ -208,8 +212,11 @@ def select(
 
     def pull(step: int, unit: Unit, batches: tuple[int, ...]) -> Pull:
         recorded = journal.replay({"step": step, "unit": unit.to_json(), "batches": batches}) if journal else None
-        if recorded is not None:
-            made = Pull.from_json(recorded)
+        if journal and recorded is not None:
+            try:
+                made = Pull.from_json(recorded)
+            except (KeyError, TypeError, ValueError) as error:
+                raise journal.edited() from error
             meter.recall(made.batches, made.base_losses)
             return made
         before = meter.forwards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from secateur.errors import SelectionError, SettingError
@@ -45,7 +46,7 @@ class Unit:
     @classmethod
     def from_json(cls, fields: Any) -> Unit:
         try:
-            return cls(str(fields["kind"]), int(fields["layer"]), int(fields["index"]), int(fields.get("width", 0)))
+            return cls(fields["kind"], index(fields["layer"]), index(fields["index"]), index(fields.get("width", 0)))
         except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
             raise SelectionError(f"{fields!r} is not a unit: it needs a kind, a layer and an index.") from error
 

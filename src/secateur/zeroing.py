@@ -29,24 +29,25 @@ def zeroed(model: nn.Module, units: Iterable[Unit]) -> Iterator[None]:
     handles = []
     try:
         for projection, ranges in dropped.items():
-            handles.append(projection.register_forward_pre_hook(_zeroing_hook(projection, ranges)))
+            handles.append(projection.register_forward_pre_hook(_zeroing_hook(ranges)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _zeroing_hook(projection: nn.Module, ranges: list[range]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _zeroing_hook(ranges: list[range]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     mask: Tensor | None = None
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         nonlocal mask
         x = args[0]  # (..., channels)
         if mask is None or mask.device != x.device:
-            mask = torch.zeros(x.shape[-1], dtype=torch.bool)
-            for channels in ranges:
-                mask[channels.start : channels.stop] = True
-            mask = mask.to(x.device)
+            with torch.inference_mode(False):  # the first pass may be in inference mode and a later one want gradients
+                mask = torch.zeros(x.shape[-1], dtype=torch.bool)
+                for channels in ranges:
+                    mask[channels.start : channels.stop] = True
+                mask = mask.to(x.device)
         # Filled rather than multiplied by 0: an infinite activation of a removed unit must not turn into nan.
         return (x.masked_fill(mask, 0), *args[1:])
 

@@ -1,0 +1,41 @@
+# make demo, make test and make install each do all the set-up they need, from a bare clone with Python 3.11 and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+MODEL := .cache/SmolLM2-135M-Instruct
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: install demo test lint clean
+
+install: .venv/.installed
+
+demo: $(MODEL)/config.json
+	$(BIN)/secateur prune $(MODEL) --method ucb --ratio 0.02 --pulls-per-step 16 --batches-per-pull 1 --batch-size 2 \
+		--calibration builtin --evaluation-batches 40 -o demo-out
+
+test: .venv/.installed-dev $(MODEL)/config.json
+	$(BIN)/pytest
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .cache demo-out
+
+$(MODEL)/config.json: scripts/smollm2.py scripts/requirements-smollm2.txt | .venv/.installed-demo
+	$(BIN)/python scripts/smollm2.py $(MODEL)
+	@touch $@
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) -e .
+	@touch $@
+
+.venv/.installed-demo: .venv/.installed
+	$(PIP) -e '.[gguf]'
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed-demo
+	$(PIP) -e '.[datasets,dev,gguf,timm]'
+	@touch $@

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from secateur.errors import SelectionError
+from secateur.units import HEAD, MLP, Unit
+from secateur.zeroing import zeroed
+from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch
+
+HEADS = [Unit(HEAD, 0, 1), Unit(HEAD, 2, 0)]
+GROUPS = [Unit(MLP, 0, 3, GROUP), Unit(MLP, 1, 0, GROUP)]
+every_family = pytest.mark.parametrize("name", FAMILIES_TINY)
+
+
+class Interruption(Exception):
+    pass
+
+
+@every_family
+def test_leaving_the_block_leaves_nothing_behind(name: str) -> None:
+    model = FAMILIES_TINY[name]()
+    batch = tiny_batch(model)
+    dense, state = logits_of(model, batch), {key: value.clone() for key, value in model.state_dict().items()}
+    assert hook_count(model) == 0
+    with zeroed(model, HEADS + GROUPS):
+        assert not torch.equal(logits_of(model, batch), dense)
+    assert hook_count(model) == 0
+    assert torch.equal(logits_of(model, batch), dense)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_an_exception_inside_the_block_leaves_nothing_behind() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = tiny_batch(model)
+    dense = logits_of(model, batch)
+    with pytest.raises(Interruption), zeroed(model, HEADS + GROUPS):
+        logits_of(model, batch)
+        raise Interruption
+    assert hook_count(model) == 0
+    assert torch.equal(logits_of(model, batch), dense)
+
+
+def test_an_exception_inside_the_models_forward_leaves_nothing_behind() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = tiny_batch(model)
+    dense = logits_of(model, batch)
+    with pytest.raises(IndexError), zeroed(model, HEADS + GROUPS):
+        logits_of(model, batch | {"input_ids": batch["input_ids"] + 1000})  # there are no such tokens
+    assert hook_count(model) == 0
+    assert torch.equal(logits_of(model, batch), dense)
+
+
+@pytest.mark.parametrize("bad", [Unit(HEAD, 0, 3), Unit(MLP, 0, 4, GROUP), Unit(HEAD, 3, 0)], ids=str)
+def test_a_unit_that_is_not_there_is_refused_before_anything_is_changed(bad: Unit) -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = tiny_batch(model)
+    dense = logits_of(model, batch)
+    with pytest.raises(SelectionError), zeroed(model, [*HEADS, bad]):
+        pytest.fail("the block was entered")
+    assert hook_count(model) == 0
+    assert torch.equal(logits_of(model, batch), dense)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ([Unit(HEAD, 0, 0)], [Unit(HEAD, 0, 1)]),
+        ([Unit(MLP, 1, 3, GROUP)], [Unit(MLP, 1, 0, GROUP)]),
+        (HEADS, GROUPS),
+        (HEADS, HEADS),
+    ],
+    ids=["the same attention", "the same MLP", "heads and groups", "the same units"],
+)
+def test_nested_blocks_add_up_and_end_one_by_one(outer: list[Unit], inner: list[Unit]) -> None:
+    model = FAMILIES_TINY["llama"]()
+    batch = tiny_batch(model)
+    with zeroed(model, outer):
+        only_outer = logits_of(model, batch)
+    with zeroed(model, outer + inner):
+        both = logits_of(model, batch)
+    with zeroed(model, outer):
+        with zeroed(model, inner):
+            assert torch.equal(logits_of(model, batch), both)
+        assert torch.equal(logits_of(model, batch), only_outer)
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize("unit", [Unit(HEAD, 1, 2), Unit(MLP, 1, 3, GROUP)], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_zeroed_unit_with_non_finite_activations_is_as_silent_as_any_other(unit: Unit, value: float) -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = tiny_batch(model)
+    with zeroed(model, [unit]):
+        finite = logits_of(model, batch)
+    projection, channels = ("attn.c_attn", slice(24 + 8, 24 + 12)) if unit.kind == HEAD else ("mlp.c_fc", slice(12, 14))
+    bias = model.get_submodule(f"transformer.h.1.{projection}").bias
+    assert isinstance(bias, nn.Parameter)
+    bias.data[channels] = value
+    assert not logits_of(model, batch).isfinite().all()
+    with zeroed(model, [unit]):
+        assert torch.equal(logits_of(model, batch), finite)
+
+
+def test_zeroing_no_units_is_the_dense_model() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = tiny_batch(model)
+    dense = logits_of(model, batch)
+    with zeroed(model, []):
+        assert hook_count(model) == 0
+        assert torch.equal(logits_of(model, batch), dense)
+
+
+def test_the_order_of_the_units_and_naming_one_twice_change_nothing() -> None:
+    model = FAMILIES_TINY["llama"]()
+    batch = tiny_batch(model)
+    with zeroed(model, HEADS + GROUPS):
+        once = logits_of(model, batch)
+    with zeroed(model, iter([*GROUPS, *HEADS[::-1], HEADS[0]])):
+        assert torch.equal(logits_of(model, batch), once)
+
+
+def test_no_gradient_reaches_a_zeroed_unit_and_it_does_reach_the_others() -> None:
+    model = FAMILIES_TINY["llama mha"]()
+    batch = tiny_batch(model)
+    value = model.get_submodule("model.layers.1.self_attn.v_proj").weight
+    assert isinstance(value, nn.Parameter)
+    with zeroed(model, [Unit(HEAD, 1, 2)]):
+        model(input_ids=batch["input_ids"]).logits.square().sum().backward()
+    assert value.grad is not None
+    assert (value.grad[8:12] == 0).all()
+    assert (value.grad[:8] != 0).all() and (value.grad[12:] != 0).all()
+
+
+def test_a_zeroed_model_can_be_differentiated_after_a_pass_in_inference_mode() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = tiny_batch(model)
+    with zeroed(model, HEADS):
+        with torch.inference_mode():
+            model(input_ids=batch["input_ids"])
+        model(input_ids=batch["input_ids"]).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

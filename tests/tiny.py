@@ -1,0 +1,117 @@
+"""A tiny random model of every family, with the traits that make the family hard: nothing is loaded, all is milliseconds.
+
+Every MLP width leaves an odd last group when it is cut by GROUP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from secateur.losses import predict
+
+tf: Any = transformers  # its model classes are not typed
+
+GROUP = 4
+VOCABULARY, CLASSES, IMAGE = 32, 5, 16
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model in eval mode with every parameter drawn anew, so that no bias is 0 and no norm is 1."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.3, generator=rng)
+            if parameter.dim() == 1 and name.endswith("weight"):  # the gain of a norm
+                parameter.add_(1)
+    return model.eval()
+
+
+def tiny_batch(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """A batch in the form of losses.py: 3 texts of 10 tokens, the first 2 labels of one left out, or 3 images."""
+    rng = torch.Generator().manual_seed(seed)
+    config = getattr(model, "config", None)
+    if hasattr(config, "vocab_size"):
+        input_ids = torch.randint(3, VOCABULARY, (3, 10), generator=rng)
+        labels = input_ids.clone()
+        labels[1, :2] = -100
+        return {"input_ids": input_ids, "labels": labels}
+    images = torch.randn(3, 3, IMAGE, IMAGE, generator=rng)
+    return {"pixel_values": images, "labels": torch.randint(0, CLASSES, (3,), generator=rng)}
+
+
+def tiny_batches(model: nn.Module, n: int) -> list[dict[str, Tensor]]:
+    return [tiny_batch(model, seed) for seed in range(n)]
+
+
+def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return predict(model, batch)[0]
+
+
+def hook_count(model: nn.Module) -> int:
+    """Every hook of every kind, in every module."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+def _text(model: Any, config: Any, **fields: Any) -> nn.Module:
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return randomised(model(config(max_position_embeddings=16, num_hidden_layers=3, **fields, **tokens)))
+
+
+def _grouped(model: Any, config: Any, **fields: Any) -> nn.Module:
+    """4 query heads over 2 K/V heads and a gated MLP, unless the fields say otherwise."""
+    shape = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 14}
+    return _text(model, config, **(shape | fields))
+
+
+def _image(model: Any, config: Any, **fields: Any) -> nn.Module:
+    return randomised(model(config(image_size=IMAGE, num_labels=CLASSES, **fields)))
+
+
+def _timm(model: Any, **fields: Any) -> nn.Module:
+    return randomised(model(img_size=IMAGE, num_classes=CLASSES, **fields))
+
+
+_GPT2: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "n_inner": 14}
+_OPT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "ffn_dim": 14}
+_NEOX: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 14, "tie_word_embeddings": False}
+_WIDE_HEADS: dict[str, Any] = {"hidden_size": 12, "head_dim": 8}  # the heads together are wider than the model
+_GEMMA2: dict[str, Any] = _WIDE_HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 8}
+_LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_VIT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 14, "num_hidden_layers": 3}
+_TIMM_VIT: dict[str, Any] = {"embed_dim": 12, "num_heads": 3, "mlp_ratio": 1.25, "depth": 3, "patch_size": 8}
+_SWIN: dict[str, Any] = {"embed_dim": 12, "depths": (2, 2), "num_heads": (3, 6), "mlp_ratio": 1.25}
+_WINDOWS: dict[str, Any] = {"patch_size": 2, "window_size": 2}  # 8 x 8 patches, so that odd blocks shift their windows
+
+FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: _text(tf.GPT2LMHeadModel, tf.GPT2Config, **_GPT2),
+    "opt": lambda: _text(tf.OPTForCausalLM, tf.OPTConfig, word_embed_proj_dim=12, **_OPT),
+    "opt post-norm": lambda: _text(tf.OPTForCausalLM, tf.OPTConfig, word_embed_proj_dim=6, do_layer_norm_before=False, **_OPT),
+    "gpt_neox": lambda: _text(tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig, **_NEOX),
+    "gpt_neox sequential": lambda: _text(tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig, use_parallel_residual=False, **_NEOX),
+    "llama": lambda: _grouped(tf.LlamaForCausalLM, tf.LlamaConfig),
+    "llama mha": lambda: _grouped(tf.LlamaForCausalLM, tf.LlamaConfig, num_key_value_heads=4),
+    "mistral": lambda: _grouped(tf.MistralForCausalLM, tf.MistralConfig, sliding_window=4),
+    "smollm3": lambda: _grouped(tf.SmolLM3ForCausalLM, tf.SmolLM3Config, no_rope_layers=[1, 0, 1]),
+    "qwen2": lambda: _grouped(tf.Qwen2ForCausalLM, tf.Qwen2Config, hidden_size=24, num_attention_heads=6),
+    "qwen3": lambda: _grouped(tf.Qwen3ForCausalLM, tf.Qwen3Config, **_WIDE_HEADS),
+    "gemma": lambda: _grouped(tf.GemmaForCausalLM, tf.GemmaConfig, num_attention_heads=3, num_key_value_heads=1, **_WIDE_HEADS),
+    "gemma2": lambda: _grouped(tf.Gemma2ForCausalLM, tf.Gemma2Config, **_GEMMA2),
+    "gemma3_text": lambda: _grouped(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, layer_types=_LAYER_TYPES, **_GEMMA2),
+    "vit": lambda: _image(tf.ViTForImageClassification, tf.ViTConfig, patch_size=8, **_VIT),
+    "deit": lambda: _image(tf.DeiTForImageClassification, tf.DeiTConfig, patch_size=8, **_VIT),
+    "deit distilled": lambda: _image(tf.DeiTForImageClassificationWithTeacher, tf.DeiTConfig, patch_size=8, **_VIT),
+    "swin": lambda: _image(tf.SwinForImageClassification, tf.SwinConfig, **_SWIN, **_WINDOWS),
+    "timm vit": lambda: _timm(VisionTransformer, **_TIMM_VIT),
+    "timm deit distilled": lambda: _timm(VisionTransformerDistilled, **_TIMM_VIT),
+    "timm swin": lambda: _timm(SwinTransformer, **_SWIN, **_WINDOWS),
+}
