@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 
 from secateur.damage import DamageMeter
 from secateur.errors import ModelError, SettingError
+from secateur.families import anatomy, candidate_units
+from secateur.losses import batch_loss
 from secateur.units import HEAD, MLP, Unit
+from secateur.zeroing import zeroed
 from tiny import FAMILIES_TINY, GROUP, hook_count, tiny_batches
 
 HEAD_1, HEAD_2, GROUP_3 = Unit(HEAD, 1, 1), Unit(HEAD, 0, 2), Unit(MLP, 2, 3, GROUP)
@@ -179,3 +183,128 @@ def test_measuring_leaves_no_hook_and_no_gradient() -> None:
     meter.damage(HEAD_1)
     assert hook_count(model) == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class BlockRuns:
+    """Counts how often each block really runs; a block that hands back a kept output does not reach its insides."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.counts = [0] * len(anatomy(model))
+        for i, layer in enumerate(anatomy(model)):
+            layer.mlp_out.register_forward_hook(lambda *_, i=i: self._add(i))
+
+    def _add(self, i: int) -> None:
+        self.counts[i] += 1
+
+    def taken(self) -> list[int]:
+        counts, self.counts = self.counts, [0] * len(self.counts)
+        return counts
+
+
+def plain_losses(model: nn.Module, batch: dict[str, Tensor], units: list[Unit]) -> float:
+    with torch.inference_mode(), zeroed(model, units):
+        return float(batch_loss(model, batch))
+
+
+@pytest.mark.parametrize("family", FAMILIES_TINY)
+def test_kept_block_outputs_change_no_bit_of_any_loss_whatever_is_measured_and_committed(family: str) -> None:
+    model = FAMILIES_TINY[family]()
+    batches = tiny_batches(model, 4)
+    units = candidate_units(model, "both", GROUP)
+    roomy = DamageMeter(model, batches, seed=3)
+    with torch.inference_mode():
+        roomy.measure(units[0], range(4))
+    tight = DamageMeter(model, batches, seed=3, cache_memory=roomy.cached_bytes * 3 // 8)  # a batch and a half
+    none = DamageMeter(model, batches, seed=3, cache_memory=0)
+    rng = np.random.default_rng(5)
+    committed: list[Unit] = []
+    for _ in range(24):
+        unit = units[rng.integers(len(units))]
+        if rng.random() < 0.25:
+            committed.append(unit)
+            for meter in (roomy, tight, none):
+                meter.commit(unit)
+        else:
+            drawn = [int(i) for i in rng.choice(4, size=2, replace=False)]
+            base = [plain_losses(model, batches[i], committed) for i in drawn]
+            masked = [plain_losses(model, batches[i], [*committed, unit]) for i in drawn]
+            for meter in (roomy, tight, none):
+                assert meter.measure(unit, drawn) == (base, masked)
+                assert meter.cached_bytes <= (tight.cache_memory if meter is tight else roomy.cache_memory)
+    assert none.cached_bytes == 0
+
+
+def test_a_masked_run_starts_at_the_unit_s_block_and_a_base_run_at_the_first_block_that_changed() -> None:
+    model = FAMILIES_TINY["llama"]()
+    runs = BlockRuns(model)
+    meter = DamageMeter(model, tiny_batches(model, 2), seed=1)
+    meter.measure(Unit(HEAD, 2, 0), [0])
+    assert runs.taken() == [1, 1, 2]  # all blocks for the base loss, the last one again
+    meter.measure(Unit(HEAD, 1, 0), [0])
+    assert runs.taken() == [0, 1, 1]
+    meter.commit(Unit(HEAD, 1, 3))
+    meter.measure(Unit(MLP, 2, 0, GROUP), [0])
+    assert runs.taken() == [0, 1, 2]  # the base run goes on from block 1
+
+
+def test_without_cache_memory_every_run_is_a_whole_one() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    runs = BlockRuns(model)
+    meter = DamageMeter(model, tiny_batches(model, 2), seed=1, cache_memory=0)
+    meter.measure(Unit(HEAD, 2, 0), [0])
+    assert runs.taken() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "swin", "timm vit"])
+def test_the_kept_bytes_are_those_of_the_outputs_that_the_blocks_give(family: str) -> None:
+    model = FAMILIES_TINY[family]()
+    batches = tiny_batches(model, 3)
+    given = [0] * len(anatomy(model))
+
+    def add(i: int, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        given[i] += sum(x.numel() * x.element_size() for x in outputs if x is not None)
+
+    handles = [layer.block.register_forward_hook(lambda *a, i=i: add(i, a[2])) for i, layer in enumerate(anatomy(model))]
+    for batch in batches[:2]:
+        plain_losses(model, batch, [])
+    for handle in handles:
+        handle.remove()
+    meter = DamageMeter(model, batches, seed=1)
+    meter.measure(Unit(HEAD, 0, 0), [0, 1])
+    assert meter.cached_bytes == sum(given) > 0
+    meter.commit(Unit(HEAD, 1, 0))
+    assert meter.cached_bytes == given[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "swin"])
+def test_no_block_is_left_replaced_also_when_a_batch_fails(family: str) -> None:
+    model = FAMILIES_TINY[family]()
+    batches: list[Any] = tiny_batches(model, 2)
+    meter = DamageMeter(model, batches, seed=1)
+    meter.measure(Unit(HEAD, 1, 0), [0])
+    batches[0] = {"labels": batches[0]["labels"]}
+    with pytest.raises(KeyError):
+        meter.measure(Unit(HEAD, 1, 0), [0])
+    assert all("forward" not in layer.block.__dict__ for layer in anatomy(model))
+    assert hook_count(model) == 0
+
+
+def test_the_pulls_of_a_step_share_its_batches_and_the_next_step_has_others() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    meter = DamageMeter(model, tiny_batches(model, 12), batches_per_pull=2, batches_per_step=3, seed=1)
+    steps = []
+    for layer in range(3):
+        drawn = [meter.draw() for _ in range(30)]
+        assert all(len(set(pull)) == 2 for pull in drawn)
+        steps.append({i for pull in drawn for i in pull})
+        meter.commit(Unit(HEAD, layer, 0))
+    assert [len(step) for step in steps] == [3, 3, 3]
+    assert len({frozenset(step) for step in steps}) > 1
+
+
+@pytest.mark.parametrize(("per_step", "per_pull"), [(1, 2), (6, 2), (-1, 1)])
+def test_batches_per_step_out_of_range_is_a_setting_error(per_step: int, per_pull: int) -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    with pytest.raises(SettingError, match="batches per"):
+        DamageMeter(model, tiny_batches(model, 5), batches_per_pull=per_pull, batches_per_step=per_step)
