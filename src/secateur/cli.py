@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from secateur import jsonio
 from secateur import selection as search
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
 from secateur.data import BUILTIN
-from secateur.errors import OutputError, SecateurError
+from secateur.errors import OutputError, SecateurError, SettingError
 from secateur.evaluate import evaluate as evaluate_model
 from secateur.families import FAMILIES, anatomy, candidate_units, family_of
 from secateur.models import DTYPES, load, load_shapes
@@ -66,6 +67,13 @@ GroupWidth = Annotated[int, typer.Option(help="MLP channels in a group.", rich_h
 Seed = Annotated[int, typer.Option(help="Same seed and settings, same selection.", rich_help_panel=SEARCH)]
 Pulls = Annotated[int, typer.Option(help="Paired measurements for each unit removed.", rich_help_panel=SEARCH)]
 PullBatches = Annotated[int, typer.Option(help="Calibration batches in a measurement.", rich_help_panel=SEARCH)]
+StepBatches = Annotated[
+    int,
+    typer.Option(
+        help="Let the measurements for a unit share this many batches: fewer model passes; 0 draws from all.",
+        rich_help_panel=SEARCH,
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="Damage at which the reward has fallen to 0.27.", rich_help_panel=SEARCH)]
 UcbC = Annotated[float, typer.Option(help="How much UCB explores.", rich_help_panel=SEARCH)]
 PoolSize = Annotated[
@@ -113,6 +121,14 @@ EvaluationBatches = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the best there is.", rich_help_panel=MACHINE)]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.", rich_help_panel=MACHINE)]
+CacheMemory = Annotated[
+    float,
+    typer.Option(
+        help="GiB for kept block outputs; 0 keeps none. Changes the speed, not the result.",
+        show_default="half of what is free",
+        rich_help_panel=MACHINE,
+    ),
+]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings along.", rich_help_panel=MACHINE)
 ]
@@ -132,6 +148,7 @@ def prune(
     seed: Seed = 42,
     pulls_per_step: Pulls = 32,
     batches_per_pull: PullBatches = 2,
+    batches_per_step: StepBatches = 0,
     temperature: Temperature = 0.02,
     ucb_c: UcbC = 1.5,
     pool_size: PoolSize = 0,
@@ -146,6 +163,7 @@ def prune(
     evaluation_batches: EvaluationBatches = AUTO,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    cache_memory: CacheMemory = AUTO,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -154,9 +172,9 @@ def prune(
     Writes selection.json, evaluation.json and the journal of every measurement. Stopped at any moment and started again
     with the same command, it goes on where it was and ends with the same selection.
     """
-    given = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
+    given = {name: value for name, value in locals().items() if name not in ("out", "as_json", "cache_memory")}
     with _Bars() as watcher:
-        result = prune_model(given.pop("model"), out=out, watcher=watcher, **given)
+        result = prune_model(out=out, cache_memory=_gibibytes(cache_memory), watcher=watcher, **given)
     if as_json:
         print(jsonio.dumps(_without_batch_losses(result.record), indent=1))
         return
@@ -178,6 +196,7 @@ def select(
     seed: Seed = 42,
     pulls_per_step: Pulls = 32,
     batches_per_pull: PullBatches = 2,
+    batches_per_step: StepBatches = 0,
     temperature: Temperature = 0.02,
     ucb_c: UcbC = 1.5,
     pool_size: PoolSize = 0,
@@ -189,13 +208,15 @@ def select(
     calibration_size: CalibrationSize = AUTO,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    cache_memory: CacheMemory = AUTO,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose units and write them to a file; `evaluate` judges them."""
-    given = {name: value for name, value in locals().items() if name not in ("out", "as_json", "trust_remote_code")}
-    settings = make_settings(**given)
+    apart = ("out", "as_json", "cache_memory", "trust_remote_code")
+    settings = make_settings(**{name: value for name, value in locals().items() if name not in (*apart, "apart")})
     settings.check()
+    memory = _gibibytes(cache_memory)
     if out.is_dir():
         raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'selection.json'}.")
     check_place(out.absolute().parent)
@@ -203,7 +224,7 @@ def select(
         network, settings, batches = _load_for(settings, trust_remote_code, watcher)
         refuse_other_selection(out, run_settings(network, settings, batches))
         journal = out.with_name(out.name.removesuffix(".json") + ".journal.jsonl")
-        selection = choose_units(network, batches, settings, journal=journal, watcher=watcher)
+        selection = choose_units(network, batches, settings, cache_memory=memory, journal=journal, watcher=watcher)
     selection.save(out)
     if as_json:
         fields = selection.to_json()
@@ -327,6 +348,14 @@ def _load_for(settings: Settings, trust_remote_code: bool, watcher: Watcher) -> 
     watcher.stage("reading data")
     batches = load_batches(network, processor, settings.calibration, settings, split="train", size=settings.calibration_size)
     return network, settings, batches
+
+
+def _gibibytes(memory: float) -> int | None:
+    if memory == AUTO:
+        return None
+    if not 0 <= memory < math.inf:
+        raise SettingError(f"The cache memory is {memory} GiB, but must be a finite number, 0 or more.")
+    return int(memory * 2**30)
 
 
 class _Bars(Watcher):

@@ -12,6 +12,9 @@
 Each message is one sentence or two: what is wrong, where, and what to do. The command line prints it and exits with 2.
 """
 
+import difflib
+from collections.abc import Collection
+
 
 class SecateurError(Exception):
     """The root: catch this to catch whatever Secateur raises on purpose."""
@@ -19,6 +22,13 @@ class SecateurError(Exception):
 
 class SettingError(SecateurError):
     """A setting that cannot work."""
+
+
+def not_one_of(what: str, value: str, allowed: Collection[str]) -> SettingError:
+    """A word that is none of those allowed, with the one that was perhaps meant."""
+    near = difflib.get_close_matches(value, allowed, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return SettingError(f"The {what} is {value!r}, but must be one of {', '.join(allowed)}.{hint}")
 
 
 class MissingExtra(SecateurError):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import MissingExtra, ModelError, SettingError
+from secateur.errors import MissingExtra, ModelError, SettingError, not_one_of
 from secateur.families import FAMILIES, family_of, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,7 @@ def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remot
     >>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M")
     """
     if dtype not in DTYPES:
-        raise SettingError(f"The dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
+        raise not_one_of("dtype", dtype, DTYPES)
     where = resolve_device(device)
     mend_torchvision()
     if name.startswith(TIMM) or _is_timm_folder(Path(name)):

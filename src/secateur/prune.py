@@ -18,7 +18,7 @@ from secateur import jsonio
 from secateur.accounting import total_parameters, zeroed_percent
 from secateur.damage import DamageMeter
 from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
-from secateur.errors import DataError, OutputError, SelectionError, SettingError
+from secateur.errors import DataError, OutputError, SelectionError, SettingError, not_one_of
 from secateur.evaluate import Evaluation, changes, evaluate
 from secateur.families import FAMILIES, candidate_units, family_of
 from secateur.journal import Journal, check_same_run
@@ -45,6 +45,7 @@ class Settings:
     seed: int = 42
     pulls_per_step: int = 32  # T_step; G for greedy
     batches_per_pull: int = 2  # b_pull
+    batches_per_step: int = 0  # the pulls of a step draw from this many; 0: from all
     temperature: float = 0.02  # tau
     ucb_c: float = 1.5
     pool_size: int = 0  # 0: min{|R|, max(2, floor(2 sqrt|R|))}
@@ -69,9 +70,9 @@ class Settings:
         )
         UCB(self.ucb_c)
         if self.method not in METHODS:
-            raise SettingError(f"The method is {self.method!r}, but must be one of {', '.join(METHODS)}.")
+            raise not_one_of("method", self.method, METHODS)
         if self.target not in TARGETS:
-            raise SettingError(f"The target is {self.target!r}, but must be one of {', '.join(TARGETS)}.")
+            raise not_one_of("target", self.target, TARGETS)
         for name in ("batches_per_pull", "group_width", "score_batches"):
             if getattr(self, name) < 1:
                 raise SettingError(f"The setting {name} is {getattr(self, name)}, but must be at least 1.")
@@ -130,6 +131,7 @@ def prune(
     data: str = "",
     evaluation_size: int = AUTO,
     evaluation_batches: int = AUTO,
+    cache_memory: int | None = None,
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
     **settings: Any,
@@ -163,9 +165,8 @@ def prune(
         refuse_other_selection(folder / "selection.json", key["settings"])
         done = _read_record(folder / "evaluation.json", key)
     started = time.perf_counter()
-    selection = choose_units(
-        network, calibration, wanted, journal=folder / "journal.jsonl" if folder else None, watcher=watcher
-    )
+    journal = folder / "journal.jsonl" if folder else None
+    selection = choose_units(network, calibration, wanted, cache_memory=cache_memory, journal=journal, watcher=watcher)
     seconds = time.perf_counter() - started
     if folder:
         selection.save(folder / "selection.json")
@@ -177,9 +178,8 @@ def prune(
 
 def make_settings(**fields: Any) -> Settings:
     known = {field.name for field in dataclasses.fields(Settings)}
-    unknown = sorted(fields.keys() - known)
-    if unknown:
-        raise SettingError(f"There is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+    for name in fields.keys() - known:
+        raise not_one_of("setting", name, sorted(known))
     return Settings(**fields)
 
 
@@ -188,6 +188,7 @@ def choose_units(
     calibration: Batches,
     settings: Settings,
     *,
+    cache_memory: int | None = None,
     journal: Path | None = None,
     watcher: Watcher | None = None,
 ) -> Selection:
@@ -206,7 +207,14 @@ def choose_units(
             found = select_by_score(scores, ratio=settings.ratio)
         else:
             found = select(
-                DamageMeter(model, calibration, batches_per_pull=settings.batches_per_pull, seed=settings.seed),
+                DamageMeter(
+                    model,
+                    calibration,
+                    batches_per_pull=settings.batches_per_pull,
+                    batches_per_step=settings.batches_per_step,
+                    cache_memory=cache_memory,
+                    seed=settings.seed,
+                ),
                 units,
                 policy=_policy(settings),
                 ratio=settings.ratio,

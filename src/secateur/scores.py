@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SettingError
+from secateur.errors import SettingError, not_one_of
 from secateur.families import Layer, Slice, anatomy, layer_of
 from secateur.losses import Batch, batch_loss, evaluating
 from secateur.streams import SCORES, stream
@@ -28,7 +28,7 @@ def unit_scores(
     if method == "magnitude":
         return magnitude_scores(model, units)
     if method not in STATIC_METHODS:
-        raise SettingError(f"The static method is {method!r}, but must be one of {', '.join(STATIC_METHODS)}.")
+        raise not_one_of("static method", method, STATIC_METHODS)
     if not batches:
         raise SettingError(f"The method {method} needs calibration batches.")
     if method == "wanda":

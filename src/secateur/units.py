@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from secateur.errors import SelectionError, SettingError
+from secateur.errors import SelectionError, SettingError, not_one_of
 
 HEAD, MLP = "head", "mlp"
 TARGETS = (HEAD, MLP, "both")
@@ -56,7 +56,7 @@ def enumerate_units(
 ) -> list[Unit]:
     """All candidates U of a model with `heads[l]` heads and `mlp_widths[l]` MLP channels in block l (Eq. 1-5)."""
     if target not in TARGETS:
-        raise SettingError(f"The target is {target!r}, but must be one of {', '.join(TARGETS)}.")
+        raise not_one_of("target", target, TARGETS)
     if group_width < 1:
         raise SettingError(f"The MLP group width is {group_width}, but must be at least 1.")
     units: list[Unit] = []
