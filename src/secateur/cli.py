@@ -22,6 +22,7 @@ from secateur.data import BUILTIN
 from secateur.errors import OutputError, SecateurError, SettingError
 from secateur.evaluate import evaluate as evaluate_model
 from secateur.families import FAMILIES, anatomy, candidate_units, family_of
+from secateur.journal import Journal
 from secateur.models import DTYPES, load, load_shapes
 from secateur.prune import (
     AUTO,
@@ -222,9 +223,10 @@ def select(
     check_place(out.absolute().parent)
     with _Bars() as watcher:
         network, settings, batches = _load_for(settings, trust_remote_code, watcher)
-        refuse_other_selection(out, run_settings(network, settings, batches))
-        journal = out.with_name(out.name.removesuffix(".json") + ".journal.jsonl")
-        selection = choose_units(network, batches, settings, cache_memory=memory, journal=journal, watcher=watcher)
+        ours = run_settings(network, settings, batches)
+        refuse_other_selection(out, ours)
+        with Journal(out.with_name(out.name.removesuffix(".json") + ".journal.jsonl"), ours) as journal:
+            selection = choose_units(network, batches, settings, cache_memory=memory, journal=journal, watcher=watcher)
     selection.save(out)
     if as_json:
         fields = selection.to_json()
@@ -233,7 +235,7 @@ def select(
         print(jsonio.dumps({name: fields[name] for name in shown} | percent, indent=1))
         return
     _show_units(selection)
-    stdout.print(f"\nFiles: {out}, {journal}")
+    stdout.print(f"\nFiles: {out}, {journal.path}")
 
 
 @app.command()

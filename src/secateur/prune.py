@@ -6,8 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,12 +164,16 @@ def prune(
         refuse_other_selection(folder / "selection.json", key["settings"])
         done = _read_record(folder / "evaluation.json", key)
     started = time.perf_counter()
-    journal = folder / "journal.jsonl" if folder else None
-    selection = choose_units(network, calibration, wanted, cache_memory=cache_memory, journal=journal, watcher=watcher)
-    seconds = time.perf_counter() - started
+    with Journal(folder / "journal.jsonl", key["settings"]) if folder else nullcontext() as journal:
+        selection = choose_units(network, calibration, wanted, cache_memory=cache_memory, journal=journal, watcher=watcher)
+    # Seconds of this start alone; what an earlier start had measured is counted beside them.
+    spent = {
+        "selection_seconds": time.perf_counter() - started,
+        "replayed_pulls": min(journal.n_replayed, selection.pulls) if journal else 0,
+    }
     if folder:
         selection.save(folder / "selection.json")
-    record = done or key | judge(network, selection, evaluation, watcher) | {"selection_seconds": seconds}
+    record = done or key | judge(network, selection, evaluation, watcher) | spent
     if folder and not done:
         jsonio.write_text(folder / "evaluation.json", jsonio.dumps(record, indent=1) + "\n")
     return PruneResult(selection, record, folder)
@@ -189,44 +192,42 @@ def choose_units(
     settings: Settings,
     *,
     cache_memory: int | None = None,
-    journal: Path | None = None,
+    journal: Journal | None = None,
     watcher: Watcher | None = None,
 ) -> Selection:
     """The units that the settings' method chooses, with everything that a selection.json records."""
     watcher = watcher or Watcher()
     settings.check()
     units = candidate_units(model, settings.target, settings.group_width)
-    n_selected(settings.ratio, len(units))
-    ours = run_settings(model, settings, calibration)
     watcher.stage("choosing units")
-    with _open_journal(journal, ours) as pages:
-        if settings.method in STATIC_METHODS:
-            scores = unit_scores(
-                settings.method, model, units, batches=calibration[: settings.score_batches], seed=settings.seed
-            )
-            found = select_by_score(scores, ratio=settings.ratio)
-        else:
-            found = select(
-                DamageMeter(
-                    model,
-                    calibration,
-                    batches_per_pull=settings.batches_per_pull,
-                    batches_per_step=settings.batches_per_step,
-                    cache_memory=cache_memory,
-                    seed=settings.seed,
-                ),
-                units,
-                policy=_policy(settings),
-                ratio=settings.ratio,
-                pulls_per_step=settings.pulls_per_step,
-                temperature=settings.temperature,
-                seed=settings.seed,
-                pool_size=settings.pool_size or None,
-                screen=settings.screen or None,
-                screen_scores=magnitude_scores(model, units) if settings.screen else None,
-                journal=pages,
-                progress=watcher.pull,
-            )
+    if settings.method in STATIC_METHODS:
+        batches = calibration[: settings.score_batches]
+        scores = unit_scores(settings.method, model, units, batches=batches, seed=settings.seed)
+        found = select_by_score(scores, ratio=settings.ratio)
+    else:
+        meter = DamageMeter(
+            model,
+            calibration,
+            batches_per_pull=settings.batches_per_pull,
+            batches_per_step=settings.batches_per_step,
+            cache_memory=cache_memory,
+            seed=settings.seed,
+        )
+        found = select(
+            meter,
+            units,
+            policy=_policy(settings),
+            ratio=settings.ratio,
+            pulls_per_step=settings.pulls_per_step,
+            temperature=settings.temperature,
+            seed=settings.seed,
+            pool_size=settings.pool_size or None,
+            screen=settings.screen or None,
+            screen_scores=magnitude_scores(model, units) if settings.screen else None,
+            journal=journal,
+            progress=watcher.pull,
+        )
+    ours = run_settings(model, settings, calibration)
     return replace(found, settings=ours, versions=versions(), calibration=calibration.source.to_json())
 
 
@@ -328,15 +329,6 @@ def _judging_settings(judging: Judging, evaluation: Batches) -> dict[str, Any]:
 def _policy(settings: Settings) -> Policy:
     policies: dict[str, Policy] = {"ucb": UCB(settings.ucb_c), "ts": Thompson(), "greedy": Greedy()}
     return policies[settings.method]
-
-
-@contextmanager
-def _open_journal(path: Path | None, settings: dict[str, Any]) -> Iterator[Journal | None]:
-    if path is None:
-        yield None
-        return
-    with Journal(path, settings) as journal:
-        yield journal
 
 
 def _read_record(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
