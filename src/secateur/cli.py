@@ -276,7 +276,7 @@ def evaluate(
         watcher.stage("reading data")
         batches = load_batches(network, processor, data, settings, split="test", size=judging.size, most=judging.max_batches)
         if chosen:
-            record = judge(network, chosen, batches, watcher)
+            record = judge(network, chosen, batches, watcher=watcher)
         else:
             watcher.stage("evaluating the dense model")
             record = {"dense": evaluate_model(network, batches, watcher.evaluated).to_json()}
@@ -468,6 +468,7 @@ def main() -> NoReturn:
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from secateur.errors import DataError, MissingExtra, SettingError
 from secateur.losses import IGNORED, Batch
+from secateur.models import look_for_hub
 from secateur.streams import DATA, stream
 
 BUILTIN = "builtin"
@@ -255,6 +256,7 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 
 def _hub_texts(name: str, split: str) -> Iterator[str]:
+    look_for_hub()
     try:
         import datasets
     except ImportError as error:

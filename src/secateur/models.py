@@ -10,8 +10,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
+import socket
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,10 +116,22 @@ def mend_torchvision() -> None:
     _mended.append(library)  # the definitions live as long as this object
 
 
+def look_for_hub() -> None:
+    """Before a hub is asked: if its name cannot even be looked up, let the hub's client use its cache and not try for long."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
 def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+    config = _config(name, trust_remote_code)
     import transformers
 
-    config = _config(name, trust_remote_code)
     auto = _auto_class(config.model_type)
     with _model_errors(name):
         model, info = auto.from_pretrained(
@@ -134,15 +149,17 @@ def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -
 
 
 def _config(name: str, trust_remote_code: bool) -> Any:
-    import transformers
-
     folder = Path(name)
+    if not folder.exists():
+        look_for_hub()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
             f"The folder {name} holds no config.json: it is not a model. Give a folder that save_pretrained wrote."
         )
     if folder.is_file():
         raise ModelError(f"{name} is a file; give the folder that holds it and its config.json.")
+    import transformers
+
     with _model_errors(name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
@@ -198,6 +215,8 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
         raise MissingExtra("timm", "timm", f"The model {name}") from error
     name, _, weights = name.removeprefix(TIMM).partition("@")
     source = f"local-dir:{name}" if Path(name).is_dir() else name
+    if pretrained and not weights and source == name:
+        look_for_hub()
     try:
         model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
     except Exception as error:  # timm raises bare RuntimeErrors, and the hub client errors of its own

@@ -157,26 +157,45 @@ def prune(
     evaluation = load_batches(
         network, processor, judging.data, wanted, split="test", size=judging.size, most=judging.max_batches
     )
+    return prune_loaded(
+        network, calibration, evaluation, wanted, judging, out=folder, cache_memory=cache_memory, watcher=watcher
+    )
+
+
+def prune_loaded(
+    model: nn.Module,
+    calibration: Batches,
+    evaluation: Batches,
+    settings: Settings,
+    judging: Judging,
+    *,
+    out: Path | None = None,
+    dense: Evaluation | None = None,
+    cache_memory: int | None = None,
+    watcher: Watcher | None = None,
+) -> PruneResult:
+    """The same with everything at hand; `dense` is the dense model's evaluation, if it is known already."""
+    watcher = watcher or Watcher()
     check_apart(calibration.source, evaluation.source)
-    key = {"settings": run_settings(network, wanted, calibration), "judging": _judging_settings(judging, evaluation)}
+    key = {"settings": run_settings(model, settings, calibration), "judging": _judging_settings(judging, evaluation)}
     done = None
-    if folder:
-        refuse_other_selection(folder / "selection.json", key["settings"])
-        done = _read_record(folder / "evaluation.json", key)
+    if out:
+        refuse_other_selection(out / "selection.json", key["settings"])
+        done = _read_record(out / "evaluation.json", key)
     started = time.perf_counter()
-    with Journal(folder / "journal.jsonl", key["settings"]) if folder else nullcontext() as journal:
-        selection = choose_units(network, calibration, wanted, cache_memory=cache_memory, journal=journal, watcher=watcher)
+    with Journal(out / "journal.jsonl", key["settings"]) if out else nullcontext() as journal:
+        selection = choose_units(model, calibration, settings, cache_memory=cache_memory, journal=journal, watcher=watcher)
     # Seconds of this start alone; what an earlier start had measured is counted beside them.
     spent = {
         "selection_seconds": time.perf_counter() - started,
         "replayed_pulls": min(journal.n_replayed, selection.pulls) if journal else 0,
     }
-    if folder:
-        selection.save(folder / "selection.json")
-    record = done or key | judge(network, selection, evaluation, watcher) | spent
-    if folder and not done:
-        jsonio.write_text(folder / "evaluation.json", jsonio.dumps(record, indent=1) + "\n")
-    return PruneResult(selection, record, folder)
+    if out:
+        selection.save(out / "selection.json")
+    record = done or key | judge(model, selection, evaluation, dense=dense, watcher=watcher) | spent
+    if out and not done:
+        jsonio.write_text(out / "evaluation.json", jsonio.dumps(record, indent=1) + "\n")
+    return PruneResult(selection, record, out)
 
 
 def make_settings(**fields: Any) -> Settings:
@@ -231,17 +250,28 @@ def choose_units(
     return replace(found, settings=ours, versions=versions(), calibration=calibration.source.to_json())
 
 
-def judge(model: nn.Module, selection: Selection, batches: Batches, watcher: Watcher | None = None) -> dict[str, Any]:
+def judge(
+    model: nn.Module,
+    selection: Selection,
+    batches: Batches,
+    *,
+    dense: Evaluation | None = None,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
     """The model with and without the selected units on the same batches, and what the units amount to."""
     watcher = watcher or Watcher()
     if selection.calibration:
         check_apart(Source.from_json(selection.calibration), batches.source)
-    watcher.stage("evaluating the dense model")
-    dense = evaluate(model, batches, watcher.evaluated)
+    if dense is None:
+        watcher.stage("evaluating the dense model")
+        dense = evaluate(model, batches, watcher.evaluated)
     watcher.stage("evaluating with the units zeroed")
     with zeroed(model, selection.units):
         pruned = evaluate(model, batches, watcher.evaluated)
-    return comparison(dense, pruned) | {
+    return {
+        "dense": dense.to_json(),
+        "pruned": pruned.to_json(),
+        **changes(dense, pruned),
         "units": [unit.to_json() for unit in selection.units],
         "total_params": total_parameters(model),
         "zeroed_percent": zeroed_percent(model, selection.units),
@@ -249,10 +279,6 @@ def judge(model: nn.Module, selection: Selection, batches: Batches, watcher: Wat
         "forwards": selection.forwards,
         "nonfinite_pulls": selection.nonfinite_pulls,
     }
-
-
-def comparison(dense: Evaluation, pruned: Evaluation) -> dict[str, Any]:
-    return {"dense": dense.to_json(), "pruned": pruned.to_json(), **changes(dense, pruned)}
 
 
 def load_batches(
