@@ -5,14 +5,17 @@ Every MLP width leaves an odd last group when it is cut by GROUP.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from secateur.losses import predict
@@ -115,3 +118,31 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
     "timm deit distilled": lambda: _timm(VisionTransformerDistilled, **_TIMM_VIT),
     "timm swin": lambda: _timm(SwinTransformer, **_SWIN, **_WINDOWS),
 }
+
+
+def tiny_tokenizer(*, puts_bos: bool = False) -> Any:
+    """Bytes and six merges: "the", " the" and " cat" are one token each, any other word a token for every letter.
+
+    It has a beginning-of-text token in any case; `puts_bos` decides whether it comes before every text (OPT, Llama) or not
+    (GPT-2).
+    """
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("c", "a"), ("ca", "t"), ("Ġ", "cat")]  # Ġ is the space
+    tokens = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if puts_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name is found, whatever the machine; what the hub's client then remembers is forgotten after the test."""
+
+    def getaddrinfo(*args: Any, **settings: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import math
 import os
 import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -36,6 +38,7 @@ from secateur.prune import (
     judge,
     load_batches,
     make_settings,
+    plain_path,
     refuse_other_selection,
     run_settings,
 )
@@ -55,6 +58,14 @@ app = typer.Typer(
 )
 stdout, stderr = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"secateur {importlib.metadata.version('secateur')}")
+        raise typer.Exit
+
+
+FILES = ("selection.json", "evaluation.json", "journal.jsonl")
 CHOOSING, SEARCH, DATA, MACHINE = "What to remove", "How to search", "Data", "Machine and output"
 
 Model = Annotated[
@@ -75,7 +86,9 @@ StepBatches = Annotated[
         rich_help_panel=SEARCH,
     ),
 ]
-Temperature = Annotated[float, typer.Option(help="Damage at which the reward has fallen to 0.27.", rich_help_panel=SEARCH)]
+Temperature = Annotated[
+    float, typer.Option(help="Scale of the damage: one of this size earns reward 0.27, none earns 0.5.", rich_help_panel=SEARCH)
+]
 UcbC = Annotated[float, typer.Option(help="How much UCB explores.", rich_help_panel=SEARCH)]
 PoolSize = Annotated[
     int,
@@ -84,8 +97,8 @@ PoolSize = Annotated[
 Screen = Annotated[
     int,
     typer.Option(
-        help="Consider only this many of lowest magnitude; 0 considers all.",
-        show_default="48 for text, 0 for images",
+        help="Consider only this many of lowest magnitude; 0 considers all. [default: 48 for text, 0 for images]",
+        show_default=False,
         rich_help_panel=SEARCH,
     ),
 ]
@@ -100,24 +113,39 @@ Calibration = Annotated[
     ),
 ]
 Data = Annotated[
-    str, typer.Option(help="What judges; likewise.", show_default="the held-out split of --calibration", rich_help_panel=DATA)
+    str,
+    typer.Option(
+        help="What judges, named in the same ways; never what chose. [default: the held-out split of --calibration]",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
 ]
 SeqLen = Annotated[int, typer.Option(help="Tokens in a text.", rich_help_panel=DATA)]
 BatchSize = Annotated[
-    int, typer.Option(help="Texts or images in a batch.", show_default="4 texts, 8 images", rich_help_panel=DATA)
+    int, typer.Option(help="Texts or images in a batch. [default: 4 texts, 8 images]", show_default=False, rich_help_panel=DATA)
 ]
 CalibrationSize = Annotated[
     int,
-    typer.Option(help="Texts or images to calibrate on, at most.", show_default="512 texts, 1024 images", rich_help_panel=DATA),
+    typer.Option(
+        help="Texts or images to calibrate on, at most. [default: 512 texts, 1024 images]",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
 ]
 EvaluationSize = Annotated[
     int,
-    typer.Option(help="Texts or images to evaluate on, at most.", show_default="1024 texts, 2000 images", rich_help_panel=DATA),
+    typer.Option(
+        help="Texts or images to evaluate on, at most. [default: 1024 texts, 2000 images]",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
 ]
 EvaluationBatches = Annotated[
     int,
     typer.Option(
-        help="Batches to evaluate on, at most; 0 is all.", show_default="80 of texts, all of images", rich_help_panel=DATA
+        help="Batches to evaluate on, at most; 0 is all. [default: 80 of texts, all of images]",
+        show_default=False,
+        rich_help_panel=DATA,
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the best there is.", rich_help_panel=MACHINE)]
@@ -125,8 +153,8 @@ Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.", rich_help_pane
 CacheMemory = Annotated[
     float,
     typer.Option(
-        help="GiB for kept block outputs; 0 keeps none. Changes the speed, not the result.",
-        show_default="half of what is free",
+        help="GiB for kept block outputs; 0 keeps none. Changes the speed, not the result. [default: half of what is free]",
+        show_default=False,
         rich_help_panel=MACHINE,
     ),
 ]
@@ -136,12 +164,20 @@ Trust = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=MACHINE)]
 
 
+@app.callback(
+    epilog="Example: secateur prune HuggingFaceTB/SmolLM2-135M --ratio 0.05 --calibration wikitext2 -o out/",
+)
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None: ...
+
+
 @app.command()
 def prune(
     model: Model,
-    out: Annotated[
-        Path, typer.Option("-o", "--out", help="Folder for the results.", show_default=False, rich_help_panel=MACHINE)
-    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results.", show_default=False)],
     target: Target = HEAD,
     ratio: Ratio = 0.10,
     method: Method = "ucb",
@@ -181,15 +217,13 @@ def prune(
         return
     _show_evaluation(result.record)
     _show_units(result.selection)
-    stdout.print(f"\nFiles: {out / 'selection.json'}, {out / 'evaluation.json'}, {out / 'journal.jsonl'}")
+    stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
 
 
 @app.command()
 def select(
     model: Model,
-    out: Annotated[
-        Path, typer.Option("-o", "--out", help="The selection file to write.", show_default=False, rich_help_panel=MACHINE)
-    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The selection file to write.", show_default=False)],
     target: Target = HEAD,
     ratio: Ratio = 0.10,
     method: Method = "ucb",
@@ -235,7 +269,7 @@ def select(
         print(jsonio.dumps({name: fields[name] for name in shown} | percent, indent=1))
         return
     _show_units(selection)
-    stdout.print(f"\nFiles: {out}, {journal.path}")
+    stdout.print("\nFiles: " + ", ".join(str(path) for path in (out, journal.path) if path.exists()))
 
 
 @app.command()
@@ -263,16 +297,20 @@ def evaluate(
 ) -> None:
     """Evaluate a model with and without selected units: perplexity for text, top-1 and top-5 for images."""
     chosen = Selection.load(selection) if selection else None
+    data = plain_path(data)
+    settings = Settings(model, seq_len=seq_len, batch_size=batch_size, seed=seed)
+    settings.check()
+    judging = Judging(data, evaluation_size, evaluation_batches)
+    judging.check()
     if out:
-        check_place(out.absolute().parent)
+        _check_record_place(out)
     with _Bars() as watcher:
         watcher.stage(f"loading {model}")
         network, processor = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         if chosen:
             check_selection(network, chosen, model)
         task = FAMILIES[family_of(network)].task
-        settings = Settings(model, seq_len=seq_len, batch_size=batch_size, seed=seed).for_task(task)
-        judging = Judging(data, evaluation_size, evaluation_batches).for_task(task, data)
+        settings, judging = settings.for_task(task), judging.for_task(task, data)
         watcher.stage("reading data")
         batches = load_batches(network, processor, data, settings, split="test", size=judging.size, most=judging.max_batches)
         if chosen:
@@ -334,9 +372,11 @@ def units(
         }
         print(jsonio.dumps(record, indent=1))
         return
-    table = Table("layer", "block", "heads", "K/V heads", "head width", "MLP width", "units", "their parameters")
+    table = Table(box=None)
+    for title in ("layer", "heads", "K/V heads", "head width", "MLP width", "units", "parameters"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in layers:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+        table.add_row(*(f"{value:,}" for value in row.values() if isinstance(value, int)))
     stdout.print(table)
     percent = f"{low:.4f}%" if low == high else f"{low:.4f}% to {high:.4f}%"
     stdout.print(f"{len(candidates):,} candidates ({target}), {total:,} parameters.")
@@ -350,6 +390,21 @@ def _load_for(settings: Settings, trust_remote_code: bool, watcher: Watcher) -> 
     watcher.stage("reading data")
     batches = load_batches(network, processor, settings.calibration, settings, split="train", size=settings.calibration_size)
     return network, settings, batches
+
+
+def _check_record_place(out: Path) -> None:
+    """Refuse, before any work, a place for an evaluation that is a folder or holds something else."""
+    check_place(out.absolute().parent)
+    if out.is_dir():
+        raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'evaluation.json'}.")
+    try:
+        ours = not out.exists() or "dense" in json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        ours = False
+    if not ours:
+        raise OutputError(
+            f"{out} holds something else than an evaluation and is not overwritten; choose another place with -o."
+        )
 
 
 def _gibibytes(memory: float) -> int | None:
@@ -390,7 +445,7 @@ class _Bars(Watcher):
 
     def pull(self, progress: search.Progress) -> None:
         if progress.replayed and not self._replaying:
-            stderr.print("going on where an earlier start was stopped ...")
+            stderr.print("taking over the pulls of an earlier start ...")
         self._replaying = progress.replayed
         self._progress.update(
             self._task,
@@ -422,10 +477,9 @@ def _show_evaluation(record: dict[str, Any]) -> None:
             continue
         row = [name, _number(dense[key])]
         if pruned:
-            change = (
-                f"{float(record['ppl_change_percent']):+.2f}%" if key == "perplexity" else _signed(record.get(f"delta_{key}"))
-            )
-            row += [_number(pruned[key]), change]
+            percent = key == "perplexity"
+            change = record.get("ppl_change_percent" if percent else f"delta_{key}")
+            row += [_number(pruned[key]), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
         table.add_row(*row)
     stdout.print(table)
     if pruned:
@@ -433,6 +487,8 @@ def _show_evaluation(record: dict[str, Any]) -> None:
             f"{len(record['units'])} units zeroed: {record['zeroed_percent']:.4f}% of {record['total_params']:,} parameters; "
             f"{record['pulls']:,} pulls, {record['forwards']:,} forwards."
         )
+        if not math.isfinite(float(pruned["loss"])):
+            stdout.print("A failed run: the loss with the units zeroed is not finite.")
         if record["nonfinite_pulls"]:
             stdout.print(f"{record['nonfinite_pulls']} pulls gave a non-finite loss; the trace shows them.")
 
@@ -442,15 +498,17 @@ def _show_units(selection: Selection) -> None:
     for unit in selection.units:
         by_layer.setdefault((unit.kind, unit.layer), []).append(unit.index)
     shown = (f"{kind} {layer}.{','.join(map(str, sorted(indices)))}" for (kind, layer), indices in sorted(by_layer.items()))
-    stdout.print(f"Removed ({len(selection.units)}): {'  '.join(shown)}")
+    stdout.print(f"Zeroed ({len(selection.units)}), as layer.index: {'  '.join(shown)}")
 
 
 def _number(value: Any) -> str:
     return f"{value}" if isinstance(value, int) else f"{float(value):.4f}"
 
 
-def _signed(value: Any) -> str:
-    return "" if value is None else f"{float(value):+.4f}"
+def _signed(value: Any, form: str, sign: str) -> str:
+    if value is None:
+        return ""
+    return format(float(value), form) + sign if math.isfinite(float(value)) else str(float(value))
 
 
 def _without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
@@ -471,15 +529,29 @@ def main() -> NoReturn:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+        sys.stdout.flush()
     except SecateurError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("Stopped. The same command goes on from here.", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         raise SystemExit(1) from None
-    raise SystemExit(0)
+    except OSError as error:
+        _silence(sys.stdout)
+        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.", 2)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message().rstrip(".")
+        _fail(f"{message}. See secateur --help.", 2)  # the parser's own: a missing or unknown option
+    if code == 130:
+        _fail("Stopped. The same command goes on from here.", 130)
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _silence(stream: TextIO) -> None:
+    """Point a stream that nobody can write to at nothing, so that Python's exit does not try once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -11,8 +11,9 @@ import hashlib
 import importlib.resources
 import itertools
 import json
+import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from secateur.errors import DataError, MissingExtra, SettingError
+from secateur.errors import DataError, MissingExtra, SettingError, first_line
 from secateur.losses import IGNORED, Batch
 from secateur.models import look_for_hub
 from secateur.streams import DATA, stream
@@ -79,6 +80,12 @@ def check_apart(calibration: Source, evaluation: Source) -> None:
     """Refuse to judge on the data that chose."""
     shared = set(calibration.rows) & set(evaluation.rows)
     same_file = set(calibration.files) & set(evaluation.files)
+    whole = same_file or len(shared) == len(evaluation.rows)
+    if whole and calibration.name == evaluation.name:
+        raise DataError(
+            f"The data {evaluation.name!r} has no held-out split: what chose the units would judge them. "
+            "Give other data with --data."
+        )
     if shared or same_file:
         how_much = f"{len(shared)} of its {len(evaluation.rows)} rows" if shared else "the same file"
         raise DataError(
@@ -105,8 +112,9 @@ def text_batches(
     _check_counts(limit, batch_size)
     documents, files = _documents(name, split)
     prefix = _prefix(tokenizer)
-    if Path(name).name.lower().startswith("lambada"):
-        rows = [_passage_row(text, tokenizer, prefix, seq_len) for text in itertools.islice(documents, limit)]
+    if any(part.lower().startswith("lambada") for part in Path(name).parts[-2:]):
+        passages = (_passage_row(text, tokenizer, prefix, seq_len) for text in documents)
+        rows = list(itertools.islice((row for row in passages if row is not None), limit))
     else:
         rows = [_row(window, seq_len) for window in _windows(documents, tokenizer, prefix, limit=limit, seq_len=seq_len)]
     if not rows:
@@ -128,18 +136,16 @@ def _windows(
     texts = iter(documents)
     waiting: list[int] = []
     made = 0
-    while limit is None or made < limit:
-        if len(waiting) < length:
-            some = list(
-                itertools.islice(texts, 256)
-            )  # tokenised a few hundred lines at a time: a long file is not read in vain
-            if not some:
+    # Tokenised a few hundred lines at a time, so that a long file is not read in vain.
+    while some := list(itertools.islice(texts, 256)):
+        waiting += tokenizer("\n".join(some) + "\n", add_special_tokens=False, verbose=False)["input_ids"]
+        whole = len(waiting) - len(waiting) % length
+        for start in range(0, whole, length):
+            if made == limit:
                 return
-            waiting += tokenizer("\n".join(some) + "\n", add_special_tokens=False, verbose=False)["input_ids"]
-            continue
-        yield prefix + waiting[:length]
-        del waiting[:length]
-        made += 1
+            yield prefix + waiting[start : start + length]
+            made += 1
+        del waiting[:whole]
 
 
 def _prefix(tokenizer: Any) -> list[int]:
@@ -157,28 +163,31 @@ def _row(ids: Sequence[int], seq_len: int) -> dict[str, Tensor]:
     }
 
 
-def _passage_row(text: str, tokenizer: Any, prefix: list[int], seq_len: int) -> dict[str, Tensor]:
+def _passage_row(text: str, tokenizer: Any, prefix: list[int], seq_len: int) -> dict[str, Tensor] | None:
+    """A row of its own for a passage; none for one so short that nothing is predicted."""
     context, _, last_word = text.rstrip().rpartition(" ")
     before: list[int] = tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"]
     whole: list[int] = tokenizer(f"{context} {last_word}", add_special_tokens=False, verbose=False)["input_ids"]
     n_last = max(1, len(whole) - len(before))
     ids = prefix + whole[-(seq_len - len(prefix)) :]
+    if len(ids) < 2:
+        return None
     row = _row(ids, seq_len)
     position = torch.arange(seq_len)
     return row | {"last_word": (position >= len(ids) - n_last) & (position < len(ids))}
 
 
 def _documents(name: str, split: str) -> tuple[Iterator[str], tuple[str, ...]]:
-    """The non-blank texts of a source in order, and the digests of the files they are in."""
-    path = Path(name)
-    if path.exists():
-        files = _split_files(path, split) if path.is_dir() else [path]
+    """The non-blank texts of a source in order, and digests by which the source is known again."""
+    if name and os.path.exists(name):
+        files = _split_files(Path(name), split) if os.path.isdir(name) else [Path(name)]
         digests = tuple(_digest_file(file) for file in files)
         return (text for file in files for text in _read_texts(file)), digests
     if name == BUILTIN:
-        return iter(_builtin_topics(split)), ()
+        topics = _builtin_topics(split)
+        return iter(topics), (_digest("\n".join(topics).encode()),)
     if name in HUB_NAMES or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
-        return _hub_texts(name, split), ()
+        return _hub_texts(name, split), (_digest(f"{HUB_NAMES.get(name, name)} {split}".encode()),)
     raise DataError(
         f"There is no text {name!r}: it is neither a file or folder nor one of {', '.join((BUILTIN, *HUB_NAMES))}, "
         "nor a hub data set written OWNER/NAME or OWNER/NAME:CONFIGURATION."
@@ -186,11 +195,19 @@ def _documents(name: str, split: str) -> tuple[Iterator[str], tuple[str, ...]]:
 
 
 def _builtin_topics(split: str) -> list[str]:
-    """The language reference that every Python carries: one topic in four evaluates, the others calibrate."""
+    """The language reference that every Python carries: one topic in four evaluates, the others calibrate.
+
+    Some topics quote others; a long paragraph that calibrates is left out of what evaluates.
+    """
     from pydoc_data.topics import topics
 
-    wanted = (0,) if split != "train" else (1, 2, 3)
-    return [topics[name] for i, name in enumerate(sorted(topics)) if i % 4 in wanted]
+    names = sorted(topics)
+    calibration = [topics[name] for i, name in enumerate(names) if i % 4]
+    if split == "train":
+        return calibration
+    seen = {paragraph.strip() for text in calibration for paragraph in text.split("\n\n")}
+    evaluation = (topics[name].split("\n\n") for i, name in enumerate(names) if i % 4 == 0)
+    return ["\n\n".join(p for p in paragraphs if len(p) <= 80 or p.strip() not in seen) for paragraphs in evaluation]
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -219,7 +236,7 @@ def _read_texts(path: Path) -> Iterator[str]:
         if suffix == ".parquet":
             yield from _read_parquet(path)
         else:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, 1):
                     text = _json_text(path, number, line) if suffix == ".jsonl" and line.strip() else line.rstrip("\r\n")
                     if text.strip():
@@ -237,7 +254,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
         text = None
     if not isinstance(text, str):
         raise DataError(f'Line {number} of {path} is not a JSON object with a "text".')
-    return text
+    return text.rstrip("\r\n")
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
@@ -248,10 +265,10 @@ def _read_parquet(path: Path) -> Iterator[str]:
         raise MissingExtra("pyarrow", "datasets", f"The parquet file {path}") from error
     try:
         column = pyarrow.parquet.read_table(path, columns=["text"]).column("text")
+        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+            raise KeyError(f"it is of the type {column.type}")
     except (pyarrow.ArrowException, KeyError) as error:
-        raise DataError(
-            f'{path} cannot be read as a parquet file with a column "text": {str(error).splitlines()[0]}.'
-        ) from error
+        raise DataError(f'{path} cannot be read as a parquet file with a column "text": {first_line(error)}') from error
     yield from (text.rstrip("\r\n") for text in column.to_pylist() if text and text.strip())
 
 
@@ -262,16 +279,19 @@ def _hub_texts(name: str, split: str) -> Iterator[str]:
     except ImportError as error:
         raise MissingExtra("datasets", "datasets", f"The hub data set {name!r}") from error
     repository, configuration = HUB_NAMES.get(name) or (name.partition(":")[0], name.partition(":")[2] or None)
-    try:
-        rows = datasets.load_dataset(repository, configuration, split=split)
-        texts = rows["text"]
-    except Exception as error:  # the hub client raises many kinds, all of them about this one request
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"The hub data set {repository} ({split}) could not be had: {first_line} "
-            f"Check the name and the network, or give a local file or folder."
-        ) from error
-    return (text.rstrip("\r\n") for text in texts if text.strip())
+    texts: Any = None
+    for found in (names := SPLITS.get(split, (split,))):
+        try:
+            texts = datasets.load_dataset(repository, configuration, split=found)["text"]
+            break
+        except Exception as error:  # the hub client raises many kinds, all of them about this one request
+            if "Unknown split" in str(error) and found != names[-1]:
+                continue
+            raise DataError(
+                f"The hub data set {repository} ({split}) could not be had: {first_line(error)} "
+                f"Check the name and the network, or give a local file or folder."
+            ) from error
+    return (text.rstrip("\r\n") for text in texts if text and text.strip())
 
 
 # Images
@@ -333,7 +353,7 @@ class _ImageItems(Sequence[Batch]):
 
 
 def _image_split(root: Path, split: str) -> Path:
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise DataError(f"There is no image folder {root}: give a folder of class folders, or one with train and val in it.")
     for name in SPLITS.get(split, (split,)):
         if (root / name).is_dir():
@@ -360,14 +380,18 @@ def _labelled_files(root: Path, classes: Sequence[str]) -> list[tuple[Path, int]
 def _class_index(folders: Sequence[str], classes: Sequence[str]) -> dict[str, int]:
     """Each folder's position among the model's outputs."""
     known: dict[str, set[int]] = defaultdict(set)
+    nameless = all(re.fullmatch(r"(LABEL_)?\d+", label) for label in classes)
     for i, label in enumerate(classes):
-        for name in (label, *label.split(",")):  # ImageNet labels list synonyms: "tench, Tinca tinca"
+        for name in label.split(","):  # ImageNet labels list synonyms: "tench, Tinca tinca"
             known[_plain(name)].add(i)
-    if len(classes) == 1000:
+    if len(classes) == 1000 and (nameless or _plain(classes[0]).startswith("tench")):
         for i, (wnid, name) in enumerate(_imagenet_classes()):
             known[wnid].add(i)
             known[_plain(name)].add(i)
-    nameless = all(re.fullmatch(r"(LABEL_)?\d+", label) for label in classes)
+    labels = [_plain(label) for label in classes]
+    for label, times in Counter(labels).items():
+        if times == 1:  # a whole label is that class, though another class may have it as a synonym
+            known[label] = {labels.index(label)}
     if nameless and len(folders) == len(classes) and not any(known.get(_plain(name)) for name in folders):
         return {name: i for i, name in enumerate(sorted(folders))}
     for name in folders:
@@ -396,8 +420,9 @@ def _open_image(path: Path) -> Any:
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # PIL raises SyntaxError for a broken PNG
+            # By way of RGBA where a palette has transparent colours, as PIL asks.
+            return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError is a broken PNG's
         raise DataError(f"The image {path} cannot be read: {error}. Remove it or get it again.") from error
 
 

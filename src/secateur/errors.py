@@ -31,6 +31,13 @@ def not_one_of(what: str, value: str, allowed: Collection[str]) -> SettingError:
     return SettingError(f"The {what} is {value!r}, but must be one of {', '.join(allowed)}.{hint}")
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says of an error, as one sentence."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = line if len(line) <= 240 else line[:237] + "..."
+    return line if line.endswith((".", "!", "?")) else line + "."
+
+
 class MissingExtra(SecateurError):
     """An optional package is needed and not installed."""
 

@@ -49,15 +49,17 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], progress: Callable[[int
         for i, batch in enumerate(batches):
             logits, labels = predict(model, batch)
             total, n = float(row_losses(logits, labels).double().sum()), int((labels != IGNORED).sum())
+            if not n:
+                continue  # nothing is predicted here
             losses.append(total / n)
             loss_sum, rows = loss_sum + total, rows + n
             if not text:
                 top = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
                 in_top1, in_top5 = in_top1 + int(top[:, 0].sum()), in_top5 + int(top.sum())
             elif "last_word" in batch:
-                last = batch["last_word"][:, 1:].to(labels.device)
-                right = (logits.argmax(-1) == labels).view(last.shape) | ~last  # a word is right when all its tokens are
-                words, words_right = words + len(right), words_right + int(right.all(-1).sum())
+                last = batch["last_word"][:, 1:].to(labels.device)  # the first token is predicted by nothing
+                right = ((logits.argmax(-1) == labels).view(last.shape) | ~last).all(-1)  # a word is right when all of it is
+                words, words_right = words + int(last.any(-1).sum()), words_right + int((right & last.any(-1)).sum())
             if progress:
                 progress(i + 1, len(batches))
     loss = loss_sum / rows

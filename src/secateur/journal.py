@@ -1,7 +1,8 @@
 """The journal: every pull on disk as it happens, so that a killed run started again goes on to the same Selection.
 
-One JSON object a line. The first line holds the run's settings; a journal with other settings is another run's and is
-refused. A torn last line (the process died while writing it) is cut off. While a run holds its journal, no other may.
+One JSON object a line. The first line comes with the first pull and holds the run's settings; a journal with other settings is
+another run's and is refused. A torn last line (the process died while writing it) is cut off. While a run holds its journal, no
+other may.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Journal:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
+        self._new_folder = not path.parent.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b")  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise jsonio.cannot_write(path, error) from error
+        self._header: dict[str, Any] | None = None  # still to be written
         try:
             self._lock()
             self._records = self._read(settings)
@@ -51,6 +54,12 @@ class Journal:
         self.close()
 
     def close(self) -> None:
+        """Let go of the file; one without a pull is taken away, so that it stands in no later run's way."""
+        if self._header is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+                if self._new_folder:
+                    self.path.parent.rmdir()
         self._file.close()
 
     def replay(self, expected: dict[str, Any]) -> dict[str, Any] | None:
@@ -71,8 +80,9 @@ class Journal:
         )
 
     def append(self, record: dict[str, Any]) -> None:
+        records, self._header = [record] if self._header is None else [self._header, record], None
         try:
-            self._file.write(jsonio.dumps(record).encode() + b"\n")
+            self._file.write(b"".join(jsonio.dumps(item).encode() + b"\n" for item in records))
             self._file.flush()
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -95,7 +105,7 @@ class Journal:
         try:
             if not lines and jsonio.dumps({"settings": settings}).encode().startswith(torn):
                 self._file.truncate(0)  # new, or died while writing the first line
-                self.append({"settings": settings})
+                self._header = {"settings": settings}
                 return []
             header, *records = [json.loads(line) for line in lines]
             theirs = dict(header["settings"])

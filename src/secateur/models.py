@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import urllib.parse
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import MissingExtra, ModelError, SettingError, not_one_of
+from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
 from secateur.families import FAMILIES, family_of, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
 
@@ -69,13 +71,14 @@ def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def digest(model: nn.Module) -> str:
-    """A fingerprint of a model: its parameters' names and shapes, and 64 values of each, as bfloat16 holds them."""
-    sha = hashlib.sha256()
+    """A fingerprint of a model in two halves: its parameters' names and shapes, and 64 values of each parameter."""
+    shapes, values = hashlib.sha256(), hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).view(torch.int16)
-        sha.update(f"{name} {tuple(parameter.shape)} {sample.tolist()}\n".encode())
-    return sha.hexdigest()[:16]
+        sample = flat[:: max(1, flat.numel() // 64)][:64].float()
+        shapes.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        values.update(f"{name} {sample.tolist()}\n".encode())
+    return f"{shapes.hexdigest()[:8]}-{values.hexdigest()[:8]}"
 
 
 def versions() -> dict[str, str]:
@@ -87,11 +90,14 @@ def versions() -> dict[str, str]:
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in DEVICES or (index and not index.isdecimal()) or (kind == "cpu" and index):
+        raise not_one_of("device", device, ("auto", *DEVICES))
     try:
         where = torch.device(device)
-        torch.empty(0, device=where)
+        torch.zeros(1, device=where).item()
     except (RuntimeError, AssertionError) as error:
-        raise SettingError(f"The device {device!r} cannot be used here: {_first_line(error)} Try --device cpu.") from error
+        raise SettingError(f"The device {device!r} cannot be used here: {first_line(error)} Try --device cpu.") from error
     return where
 
 
@@ -133,6 +139,8 @@ def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -
     import transformers
 
     auto = _auto_class(config.model_type)
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise ModelError(f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read.")
     with _model_errors(name):
         model, info = auto.from_pretrained(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -140,9 +148,12 @@ def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} among them.")
-    with _model_errors(name, "its tokenizer or image processor"):
+    with _model_errors(name, "tokenizer or image processor"):
         if FAMILIES[family_of(model)].task == "text":
-            return model, transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            if set(tokenizer("a b")["input_ids"]) <= {tokenizer.unk_token_id}:  # an empty one, made where no files were
+                raise OSError("there is no tokenizer.json")
+            return model, tokenizer
         # The PIL backend, whether or not torchvision is there: the two differ in the last bits of a resized image.
         processor = transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
         return model, lambda images: processor(images=images, return_tensors="pt")["pixel_values"]
@@ -150,17 +161,19 @@ def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -
 
 def _config(name: str, trust_remote_code: bool) -> Any:
     folder = Path(name)
+    if folder.is_file():
+        raise ModelError(f"{name} is a file; give the folder that holds it and its config.json.")
     if not folder.exists():
+        if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+            raise ModelError(f"There is no model {name!r}: no such folder, and not a name that a hub could have.")
         look_for_hub()
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    elif not (folder / "config.json").is_file():
         raise ModelError(
             f"The folder {name} holds no config.json: it is not a model. Give a folder that save_pretrained wrote."
         )
-    if folder.is_file():
-        raise ModelError(f"{name} is a file; give the folder that holds it and its config.json.")
     import transformers
 
-    with _model_errors(name):
+    with _model_errors(name, "config"):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
@@ -177,26 +190,25 @@ def _auto_class(model_type: str) -> Any:
 
 
 @contextlib.contextmanager
-def _model_errors(name: str, what: str = "it") -> Iterator[None]:
+def _model_errors(name: str, what: str = "model") -> Iterator[None]:
     """Whatever a loader raises about a checkpoint, as one sentence of ours."""
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
-        raise ModelError(f"The weights in {name} are damaged or cut short: {_first_line(error)} Get them again.") from error
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, TypeError) as error:
-        if Path(name).is_dir():
-            raise ModelError(f"Cannot read the model in {name}, or {what}: {_first_line(error)}") from error
+        raise ModelError(f"The weights in {name} are damaged or cut short: {first_line(error)} Get them again.") from error
+    except SecateurError:
+        raise
+    except Exception as error:  # loaders raise all kinds, down to ZeroDivisionError, for a checkpoint they cannot use
+        if "ignore_mismatched_sizes" in str(error):
+            raise ModelError(f"The weights in {name} have other shapes than its config.json says.") from error
+        if Path(name).exists():
+            raise ModelError(f"Cannot read the {what} in {name}: {first_line(error)}") from error
         raise ModelError(
-            f"There is no folder {name}, and the model hub did not give a model of that name: {_first_line(error)} "
+            f"There is no folder {name}, and the model hub did not give a {what} of that name: {first_line(error)} "
             "Check the name and the network, or give a local folder."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line if line.endswith((".", "!", "?")) else line + "."
 
 
 def _is_timm_folder(folder: Path) -> bool:
@@ -214,13 +226,15 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
     except ImportError as error:
         raise MissingExtra("timm", "timm", f"The model {name}") from error
     name, _, weights = name.removeprefix(TIMM).partition("@")
-    source = f"local-dir:{name}" if Path(name).is_dir() else name
-    if pretrained and not weights and source == name:
+    source = name
+    if Path(name).is_dir():
+        source, weights = f"local-dir:{name}", weights or name  # we read the weights: timm would also take a pickle
+    elif pretrained and not weights:
         look_for_hub()
     try:
         model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
     except Exception as error:  # timm raises bare RuntimeErrors, and the hub client errors of its own
-        raise ModelError(f"timm cannot make the model {name!r}: {_first_line(error)}") from error
+        raise ModelError(f"timm cannot make the model {name!r}: {first_line(error)}") from error
     if pretrained and weights:
         _load_weights(model, Path(weights))
     return model
@@ -230,13 +244,17 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     from safetensors.torch import load_file
 
     path = path / "model.safetensors" if path.is_dir() else path
-    with _model_errors(str(path.parent)):
-        wrong = model.load_state_dict(load_file(path), strict=False)
-    if wrong.missing_keys or wrong.unexpected_keys:
-        raise ModelError(
-            f"The weights in {path} are another model's: {len(wrong.missing_keys)} tensors are missing and "
-            f"{len(wrong.unexpected_keys)} are not known, {[*wrong.missing_keys, *wrong.unexpected_keys][0]} among them."
-        )
+    if not path.is_file():
+        raise ModelError(f"There are no weights {path}: give a .safetensors file, or a folder with a model.safetensors.")
+    with _model_errors(str(path)):
+        tensors = load_file(path)
+    ours = model.state_dict()
+    for name in sorted(ours.keys() | tensors.keys()):
+        shapes = [tuple(found[name].shape) if name in found else None for found in (ours, tensors)]
+        if shapes[0] != shapes[1]:
+            wants, has = (f"of the shape {shape}" if shape is not None else "not there" for shape in shapes)
+            raise ModelError(f"The weights in {path} are another model's: the tensor {name} is {has}, and should be {wants}.")
+    model.load_state_dict(tensors)
 
 
 def _load_timm(name: str) -> tuple[nn.Module, Callable[[list[Any]], Tensor]]:

@@ -17,7 +17,7 @@ from secateur import jsonio
 from secateur.accounting import total_parameters, zeroed_percent
 from secateur.damage import DamageMeter
 from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
-from secateur.errors import DataError, OutputError, SelectionError, SettingError, not_one_of
+from secateur.errors import DataError, ModelError, OutputError, SelectionError, SettingError, not_one_of
 from secateur.evaluate import Evaluation, changes, evaluate
 from secateur.families import FAMILIES, candidate_units, family_of
 from secateur.journal import Journal, check_same_run
@@ -72,9 +72,8 @@ class Settings:
             raise not_one_of("method", self.method, METHODS)
         if self.target not in TARGETS:
             raise not_one_of("target", self.target, TARGETS)
-        for name in ("batches_per_pull", "group_width", "score_batches"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"The setting {name} is {getattr(self, name)}, but must be at least 1.")
+        least = {"batches_per_pull": 1, "batches_per_step": 0, "group_width": 1, "score_batches": 1, "seq_len": 2}
+        check_counts(self, least | {"batch_size": 1, "calibration_size": 1, "pool_size": 0, "screen": 0})
         if self.seed < 0:
             raise SettingError(f"The seed is {self.seed}, but must be 0 or more.")
 
@@ -97,6 +96,9 @@ class Judging:
     size: int = AUTO  # texts 1024, images 2000
     max_batches: int = AUTO  # texts 80, images all
 
+    def check(self) -> None:
+        check_counts(self, {"size": 1, "max_batches": 0})
+
     def for_task(self, task: str, calibration: str) -> Judging:
         size, most = (1024, 80) if task == "text" else (2000, 0)
         return Judging(
@@ -104,6 +106,14 @@ class Judging:
             size=size if self.size == AUTO else self.size,
             max_batches=most if self.max_batches == AUTO else self.max_batches,
         )
+
+
+def check_counts(settings: Settings | Judging, least: dict[str, int]) -> None:
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value < low and value != AUTO:
+            words = {"size": "evaluation size", "max_batches": "evaluation batches"}.get(name, name.replace("_", " "))
+            raise SettingError(f"The {words} is {value}, but must be at least {low}.")
 
 
 class Watcher:
@@ -144,6 +154,8 @@ def prune(
     watcher = watcher or Watcher()
     asked = make_settings(model=model, **settings)
     asked.check()
+    judging = Judging(plain_path(data), evaluation_size, evaluation_batches)
+    judging.check()
     folder = Path(out) if out is not None else None
     if folder:
         check_place(folder)
@@ -151,7 +163,7 @@ def prune(
     network, processor = load(model, device=asked.device, dtype=asked.dtype, trust_remote_code=trust_remote_code)
     task = FAMILIES[family_of(network)].task
     wanted = asked.for_task(task)
-    judging = Judging(data, evaluation_size, evaluation_batches).for_task(task, wanted.calibration)
+    judging = judging.for_task(task, wanted.calibration)
     watcher.stage("reading data")
     calibration = load_batches(network, processor, wanted.calibration, wanted, split="train", size=wanted.calibration_size)
     evaluation = load_batches(
@@ -192,17 +204,22 @@ def prune_loaded(
     }
     if out:
         selection.save(out / "selection.json")
-    record = done or key | judge(model, selection, evaluation, dense=dense, watcher=watcher) | spent
+    record = done or jsonio.to_json(key | judge(model, selection, evaluation, dense=dense, watcher=watcher) | spent)
     if out and not done:
         jsonio.write_text(out / "evaluation.json", jsonio.dumps(record, indent=1) + "\n")
     return PruneResult(selection, record, out)
 
 
 def make_settings(**fields: Any) -> Settings:
+    """Settings by name; a path counts as the same however it is written."""
     known = {field.name for field in dataclasses.fields(Settings)}
     for name in fields.keys() - known:
         raise not_one_of("setting", name, sorted(known))
-    return Settings(**fields)
+    return Settings(**fields | {name: plain_path(fields[name]) for name in ("model", "calibration") if name in fields})
+
+
+def plain_path(name: str) -> str:
+    return os.path.normpath(name) if name and Path(name).exists() else name
 
 
 def choose_units(
@@ -290,9 +307,17 @@ def load_batches(
         context = getattr(model.config, "max_position_embeddings", None)
         if isinstance(context, int) and settings.seq_len > context:
             raise SettingError(f"The sequence length is {settings.seq_len}, but the model takes at most {context} tokens.")
-        return text_batches(name, processor, split=split, limit=limit, seq_len=settings.seq_len, batch_size=settings.batch_size)
+        batches = text_batches(
+            name, processor, split=split, limit=limit, seq_len=settings.seq_len, batch_size=settings.batch_size
+        )
+        n_tokens = getattr(model, "get_input_embeddings")().num_embeddings  # noqa: B009 - not a tensor, whatever mypy thinks
+        largest = max(int(batch["input_ids"].max()) for batch in batches)
+        if largest >= n_tokens:
+            raise ModelError(f"The tokenizer gives token {largest}, but the model knows {n_tokens}: it is another model's.")
+        return batches
     if name == BUILTIN:
-        raise DataError("An image model needs images: give a folder of them with --calibration (and --data).")
+        option = "--calibration" if split == "train" else "--data"
+        raise DataError(f"An image model needs images: give a folder of them with {option}.")
     return image_batches(
         name,
         processor,
@@ -315,8 +340,10 @@ def class_names(model: nn.Module) -> list[str]:
 
 def check_selection(model: nn.Module, selection: Selection, name: str) -> None:
     """Refuse a selection that was made for another model."""
-    theirs, ours = selection.settings.get("model_digest"), digest(model)
-    if theirs and theirs != ours:
+    theirs, ours = str(selection.settings.get("model_digest", "")), digest(model)
+    rounded = selection.settings.get("dtype") != str(next(model.parameters()).dtype).removeprefix("torch.")
+    length = 8 if rounded else None  # another dtype rounds the weights: then only names and shapes can be compared
+    if theirs and theirs[:length] != ours[:length]:
         raise SelectionError(
             f"The selection was made for the model {selection.settings.get('model')!r} (digest {theirs}), and {name!r} is "
             f"another one (digest {ours}); give the model it was made for."
@@ -344,8 +371,13 @@ def run_settings(model: nn.Module, settings: Settings, calibration: Batches) -> 
 
 def refuse_other_selection(path: Path, settings: dict[str, Any]) -> None:
     """Refuse to overwrite a selection that other settings made."""
-    if path.exists():
-        check_same_run(path, Selection.load(path).settings, settings)
+    if not path.exists():
+        return
+    try:
+        theirs = Selection.load(path).settings
+    except SelectionError as error:
+        raise OutputError(f"{error} It is not overwritten: choose another place with -o, or move it away.") from error
+    check_same_run(path, theirs, settings)
 
 
 def _judging_settings(judging: Judging, evaluation: Batches) -> dict[str, Any]:
@@ -364,6 +396,7 @@ def _read_record(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         theirs = {**record["settings"], **record["judging"]}
+        float(record["dense"]["loss"]), float(record["pruned"]["loss"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OutputError(
             f"{path} is not an evaluation of Secateur's, or is damaged; move it away or choose another -o."

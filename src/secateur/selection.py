@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from secateur import jsonio
-from secateur.errors import SelectionError, SettingError
+from secateur.errors import SelectionError, SettingError, first_line
 from secateur.journal import Journal
 from secateur.policies import ArmStats, Greedy, Policy, reward
 from secateur.streams import POLICY, POOLS, stream
 from secateur.units import Unit, n_selected
 
 FORMAT = 1  # of selection.json
+SOURCE_FIELDS = {"name": str, "split": str, "files": list, "rows": list}  # of its calibration
 
 
 class Meter(Protocol):
@@ -151,6 +152,11 @@ class Selection:
         if fields.get("format") != FORMAT:
             raise SelectionError(f"{path} has format {fields.get('format')!r}; this version of Secateur reads format {FORMAT}.")
         try:
+            source = fields["calibration"]
+            if source and not all(isinstance(source[name], kind) for name, kind in SOURCE_FIELDS.items()):
+                raise TypeError("its calibration is not described as it should be")
+            if len({json.dumps(unit, sort_keys=True) for unit in fields["units"]}) < len(fields["units"]):
+                raise ValueError("a unit is in it twice")
             return cls(
                 units=tuple(Unit.from_json(unit) for unit in fields["units"]),
                 settings=dict(fields["settings"]),
@@ -158,10 +164,12 @@ class Selection:
                 trace=tuple(Pull.from_json(pull) for pull in fields["trace"]),
                 scores={Unit.from_json(row): float(row["score"]) for row in fields["scores"]},
                 versions=dict(fields["versions"]),
-                calibration=dict(fields["calibration"]),
+                calibration=dict(source),
             )
-        except (KeyError, TypeError, ValueError, SelectionError) as error:
-            raise SelectionError(f"{path} is a damaged selection: {type(error).__name__} {error}.") from error
+        except KeyError as error:
+            raise SelectionError(f"{path} is a damaged selection: it lacks {error}.") from error
+        except (TypeError, ValueError, AttributeError, SelectionError) as error:
+            raise SelectionError(f"{path} is a damaged selection: {first_line(error)}") from error
 
 
 def active_pool(remaining: Sequence[Unit], rng: np.random.Generator, size: int | None = None) -> list[Unit]:

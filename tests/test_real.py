@@ -1,0 +1,125 @@
+"""Real models, end to end: SmolLM2-135M, which `make test` fetches, and DeiT-Tiny where it lies beside the project."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import secateur as sc
+from secateur import cli
+
+ROOT = Path(__file__).parents[1]
+SMOLLM2 = ROOT / ".cache" / "SmolLM2-135M-Instruct"
+DEIT, IMAGENETTE = (ROOT.parent / "shared" / "data" / name for name in ("deit-tiny", "imagenette"))
+
+pytestmark = pytest.mark.slow
+needs_smollm2 = pytest.mark.skipif(
+    not (SMOLLM2 / "config.json").exists(), reason=f"no model in {SMOLLM2}: `make test` puts it there"
+)
+needs_deit = pytest.mark.skipif(
+    not (DEIT / "config.json").exists() or not IMAGENETTE.is_dir(), reason=f"no DeiT-Tiny and Imagenette in {DEIT.parent}"
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    return sc.load(str(SMOLLM2), device="cpu")
+
+
+@pytest.fixture
+def terminate() -> Iterator[None]:
+    """`main` takes SIGTERM over."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}.items():
+        monkeypatch.setenv(name, value)  # so that `main` leaves no other value behind
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["secateur", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    return exit.value.code
+
+
+@needs_smollm2
+def test_smollm2_has_134515008_parameters_and_270_heads(smollm2: tuple[Any, Any]) -> None:
+    model, _ = smollm2
+    assert sc.total_parameters(model) == 134_515_008
+    assert len(sc.candidate_units(model, target="head")) == 270
+
+
+@needs_smollm2
+def test_smollm2_predicts_the_builtin_text_and_loses_by_a_head(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    held_out = sc.text_batches("builtin", tokenizer, split="test", limit=4)
+    dense = sc.perplexity(model, held_out)
+    assert 5 < dense < 60  # some 20 for English prose; 49152 for a model that knows nothing
+    with sc.zeroed(model, [sc.Unit("head", 0, h) for h in range(9)]):
+        assert dense < sc.perplexity(model, held_out) < math.inf
+    assert sc.perplexity(model, held_out) == dense
+
+
+@needs_smollm2
+@pytest.mark.parametrize("unit", [sc.Unit("head", 0, 3), sc.Unit("head", 29, 8)], ids=str)
+def test_zeroing_a_head_of_smollm2_equals_zeroing_its_columns_of_o_proj(unit: sc.Unit, smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    batch = tokenizer("A secateur cuts what a tree can do without.", return_tensors="pt")
+    weight, columns = model.model.layers[unit.layer].self_attn.o_proj.weight, slice(64 * unit.index, 64 * unit.index + 64)
+    with torch.no_grad():
+        dense = model(**batch).logits
+        with sc.zeroed(model, [unit]):
+            masked = model(**batch).logits
+        kept = weight[:, columns].clone()
+        try:
+            weight[:, columns] = 0
+            by_hand = model(**batch).logits
+        finally:
+            weight[:, columns] = kept
+        torch.testing.assert_close(masked, by_hand)
+        assert not torch.allclose(masked, dense)
+        assert torch.equal(model(**batch).logits, dense)
+
+
+@needs_smollm2
+@pytest.mark.usefixtures("terminate")
+def test_smollm2_is_pruned_of_two_heads_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = ["--ratio", 2 / 270, "--pulls-per-step", 3, "--batches-per-pull", 1]
+    data = ["--batch-size", 1, "--calibration-size", 8, "--evaluation-batches", 2]
+    assert run(monkeypatch, "prune", SMOLLM2, *search, *data, "--device", "cpu", "-o", tmp_path, "--json") == 0
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (len(record["units"]), record["pulls"], record["nonfinite_pulls"]) == (2, 6, 0)
+    assert record["total_params"] == 134_515_008
+    assert record["zeroed_percent"] == pytest.approx(
+        100 * 2 * (2 * 576 * 64) / 134_515_008
+    )  # Eq. 13: 9 heads share 3 K/V heads
+    assert 1 < record["dense"]["perplexity"] < 100
+    assert abs(record["ppl_change_percent"]) < 50
+    assert len(sc.Selection.load(tmp_path / "selection.json").units) == 2
+
+
+@needs_deit
+@pytest.mark.usefixtures("terminate")
+def test_deit_tiny_is_pruned_end_to_end_on_imagenette(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = ["--ratio", 0.10, "--pulls-per-step", 2, "--batches-per-pull", 1]
+    data = ["--calibration", IMAGENETTE, "--calibration-size", 64, "--evaluation-size", 64, "--batch-size", 16]
+    assert run(monkeypatch, "prune", DEIT, *search, *data, "--device", "cpu", "-o", tmp_path, "--json") == 0
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (len(record["units"]), record["pulls"]) == (4, 8)
+    assert (record["total_params"], record["dense"]["rows"]) == (5_717_416, 64)
+    assert record["dense"]["top1"] > 0.6
+    assert 0.1 < record["pruned"]["top1"] <= record["pruned"]["top5"] <= 1
