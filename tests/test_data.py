@@ -252,7 +252,7 @@ def test_every_builtin_topic_either_calibrates_or_evaluates() -> None:
 
     train, test = builtin_text("train"), builtin_text("test")
     titles = [" ".join(text.split("\n\n")[0].split()) for text in topics.values()]
-    assert all(title in train or title in test for title in titles)
+    assert sum(title not in train and title not in test for title in titles) <= 1  # one may be in the tail that fills no window
     whole = len(" ".join(" ".join(topics.values()).split()))
     assert 0.95 * whole < len(train) + len(test) < whole  # none does both; what evaluation would repeat is left out
     assert 0.15 < len(test) / whole < 0.35

@@ -92,7 +92,9 @@ def resolve_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind not in DEVICES or (index and not index.isdecimal()) or (kind == "cpu" and index):
-        raise not_one_of("device", device, ("auto", *DEVICES))
+        raise SettingError(
+            f"The device is {device!r}, but must be auto, {', '.join(DEVICES)}, or such as cuda:1. Try --device cpu."
+        )
     try:
         where = torch.device(device)
         torch.zeros(1, device=where).item()
@@ -165,7 +167,7 @@ def _config(name: str, trust_remote_code: bool) -> Any:
         raise ModelError(f"{name} is a file; give the folder that holds it and its config.json.")
     if not folder.exists():
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-            raise ModelError(f"There is no model {name!r}: no such folder, and not a name that a hub could have.")
+            raise ModelError(f"There is no folder {name!r}, and no model on a hub can be named so.")
         look_for_hub()
     elif not (folder / "config.json").is_file():
         raise ModelError(
