@@ -48,7 +48,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], progress: Callable[[int
     with torch.inference_mode(), evaluating(model):
         for i, batch in enumerate(batches):
             logits, labels = predict(model, batch)
-            total, n = float(row_losses(logits, labels).double().sum()), int((labels != IGNORED).sum())
+            total, n = float(row_losses(logits, labels).sum()), int((labels != IGNORED).sum())
             if not n:
                 continue  # nothing is predicted here
             losses.append(total / n)
