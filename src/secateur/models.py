@@ -113,14 +113,16 @@ def mend_torchvision() -> None:
     defined; torchvision, timm and even transformers refuse to import. Defining the two is enough, since nothing here calls
     them. Does nothing where torchvision is absent or whole.
     """
-    if _mended or importlib.util.find_spec("torchvision") is None:
+    spec = importlib.util.find_spec("torchvision")
+    if _mended or spec is None or not spec.origin or "torchvision" in sys.modules:
         return
-    if "torchvision" in sys.modules:
-        return
+    for compiled in Path(spec.origin).parent.glob("_C.*"):
+        with contextlib.suppress(OSError, ImportError):
+            torch.ops.load_library(compiled)  # as torchvision itself does first; it fails where the builds do not match
+            return
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, operator):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _mended.append(library)  # the definitions live as long as this object
 
 
