@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--evaluation-batches", type=int, default=-1)
     parser.add_argument("--methods", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, required=True)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="any other setting")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="any other setting")
     given = parser.parse_args()
     others = {
         name: float(value) if "." in value else int(value) for name, _, value in (item.partition("=") for item in given.set)
@@ -58,6 +58,15 @@ def main() -> None:
             result = prune_loaded(model, calibration, evaluation, run, judging, out=folder, dense=dense)
             shown = {key: round(float(value), 4) for key, value in result.record.items() if isinstance(value, float)}
             print(name, seed, shown, flush=True)
+
+
+def number_or_word(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Holds DESIGN's table of who may import whom, by reading the import lines."""
+"""Holds the table of who may import whom, by reading the import lines."""
 
 from __future__ import annotations
 

@@ -23,10 +23,9 @@ from secateur.errors import MissingExtra, ModelError, SettingError, UnsupportedM
 from secateur.evaluate import evaluate
 from secateur.families import anatomy
 from secateur.models import KNOWN_MODELS, digest, load, load_shapes, resolve_device, versions
-from tiny import CLASSES, FAMILIES_TINY, IMAGE, logits_of, randomised, tiny_batch, tiny_tokenizer, without_network
+from tiny import CLASSES, FAMILIES_TINY, IMAGE, REAL_DATA, logits_of, randomised, tiny_batch, tiny_tokenizer, without_network
 
 tf: Any = transformers
-REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
 TIMM_ARCHITECTURE, TIMM_IMAGE = "test_vit", 160  # a VisionTransformer of 300,000 parameters
 WEIGHTS = "model.safetensors"
 
@@ -656,7 +655,7 @@ def test_a_timm_model_without_the_timm_package_names_the_extra(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "timm", None)
     for name in ("timm:deit_tiny_patch16_224", "model"):
         for call in (load, load_shapes):
-            with pytest.raises(MissingExtra, match=r"needs the package 'timm': pip install 'secateur\[timm\]'") as caught:
+            with pytest.raises(MissingExtra, match=r"needs the package 'timm': pip install timm .*extra 'timm'") as caught:
                 call(name)
             one_sentence(caught, name)
 
@@ -702,3 +701,28 @@ def test_the_real_deit_tiny_knows_most_of_the_real_images(library: str) -> None:
     assert found.rows == 64
     assert found.top1 is not None and found.top5 is not None
     assert found.top1 > 0.6 and found.top5 > 0.8
+
+
+def test_rotary_tables_stay_in_float32_whatever_the_dtype() -> None:
+    save_text_model("model", "llama")
+    model: Any = load("model", device="cpu", dtype="bfloat16")[0]
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_torchvision_whose_operators_load_is_left_alone() -> None:
+    script = """
+import sys, types, importlib.util, pathlib, tempfile, torch
+folder = pathlib.Path(tempfile.mkdtemp(), "torchvision")
+folder.mkdir()
+(folder / "__init__.py").touch()
+(folder / "_C.so").touch()
+sys.path.insert(0, str(folder.parent))
+loaded = []
+torch.ops.load_library = loaded.append
+from secateur.models import mend_torchvision
+mend_torchvision()
+assert loaded == [folder / "_C.so"], loaded
+torch.library.Library("torchvision", "DEF").define("nms(Tensor x) -> Tensor")  # fails where it is defined already
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

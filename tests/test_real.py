@@ -15,10 +15,11 @@ import torch
 
 import secateur as sc
 from secateur import cli
+from tiny import REAL_DATA
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = ROOT / ".cache" / "SmolLM2-135M-Instruct"
-DEIT, IMAGENETTE = (ROOT.parent / "shared" / "data" / name for name in ("deit-tiny", "imagenette"))
+DEIT, IMAGENETTE = (REAL_DATA / name for name in ("deit-tiny", "imagenette"))
 
 pytestmark = pytest.mark.slow
 needs_smollm2 = pytest.mark.skipif(

@@ -85,19 +85,22 @@ def mean_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> nn.Mod
 
 
 def channel_norms(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The 2-norm of every input channel of every module that is given a tensor, over all positions of all batches."""
+    """The 2-norm of every input channel of every module that is given a tensor, over all positions that are not padding."""
     model, seen = copy.deepcopy(model), dict[str, list[Tensor]]()
+    real = torch.ones(0, dtype=torch.bool)
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-                seen.setdefault(name, []).append(args[0].detach().reshape(-1, args[0].shape[-1]))
+                rows = args[0].detach().reshape(-1, args[0].shape[-1])
+                seen.setdefault(name, []).append(rows[real] if len(rows) == len(real) else rows)
 
         return hook
 
     for name, module in model.named_modules():
         module.register_forward_pre_hook(keep(name))
     for batch in batches:
+        real = (batch["labels"] != -100).flatten() if "input_ids" in batch else real
         logits_of(model, batch)
     return {name: torch.cat(inputs).norm(dim=0) for name, inputs in seen.items()}
 

@@ -523,3 +523,22 @@ def test_a_file_with_a_damaged_unit_is_named_in_its_refusal(tmp_path: Path) -> N
     path = tmp_path / "selection.json"
     path.write_text(json.dumps(Selection(units=()).to_json() | {"units": [{"kind": "head", "layer": -1, "index": 0}]}))
     assert "not a unit" in refused(path)
+
+
+class OneBadBatch(FakeMeter):
+    """After the first commit, batch 0 gives a non-finite base loss, whoever is masked."""
+
+    def measure(self, unit: Unit, batches: Sequence[int]) -> tuple[list[float], list[float]]:
+        base, masked = super().measure(unit, batches)
+        if self.committed:
+            base = [math.nan if i == 0 else loss for i, loss in zip(batches, base, strict=True)]
+        return base, masked
+
+
+def test_a_unit_is_not_blamed_for_a_base_loss_that_is_not_finite() -> None:
+    damages = spread(UNITS)
+    meter = OneBadBatch(damages)
+    selection = select(meter, UNITS, policy=UCB(), ratio=0.3, pulls_per_step=40, pool_size=36)
+    assert selection.nonfinite_pulls > 0
+    assert all(step["broken"] == 0 for step in selection.steps)
+    assert selection.pulls == len(selection.units) * 40

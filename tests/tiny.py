@@ -5,8 +5,10 @@ Every MLP width leaves an odd last group when it is cut by GROUP.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,3 +148,7 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+
+
+# Real weights and data for the slow tests, if there are any: deit-tiny/, deit-tiny-timm/, imagenette/, wikitext2/, lambada/.
+REAL_DATA = Path(os.environ.get("SECATEUR_DATA", Path(__file__).parents[2] / "shared" / "data"))

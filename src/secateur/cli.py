@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -46,7 +47,7 @@ from secateur.prune import (
     prune as prune_model,
 )
 from secateur.selection import Selection
-from secateur.units import GROUP_WIDTH, HEAD, TARGETS, n_selected
+from secateur.units import TARGETS, n_selected
 
 app = typer.Typer(
     name="secateur",
@@ -56,7 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-stdout, stderr = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+stdout, stderr = (Console(stderr=err, highlight=False, markup=False, soft_wrap=True) for err in (False, True))
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,6 +66,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+SETTINGS = {field.name for field in dataclasses.fields(Settings)}
 FILES = ("selection.json", "evaluation.json", "journal.jsonl")
 CHOOSING, SEARCH, DATA, MACHINE = "What to remove", "How to search", "Data", "Machine and output"
 
@@ -178,28 +180,28 @@ def _root(
 def prune(
     model: Model,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results.", show_default=False)],
-    target: Target = HEAD,
-    ratio: Ratio = 0.10,
-    method: Method = "ucb",
-    group_width: GroupWidth = GROUP_WIDTH,
-    seed: Seed = 42,
-    pulls_per_step: Pulls = 32,
-    batches_per_pull: PullBatches = 2,
-    batches_per_step: StepBatches = 0,
-    temperature: Temperature = 0.02,
-    ucb_c: UcbC = 1.5,
-    pool_size: PoolSize = 0,
-    screen: Screen = AUTO,
-    score_batches: ScoreBatches = 16,
-    calibration: Calibration = BUILTIN,
+    target: Target = Settings.target,
+    ratio: Ratio = Settings.ratio,
+    method: Method = Settings.method,
+    group_width: GroupWidth = Settings.group_width,
+    seed: Seed = Settings.seed,
+    pulls_per_step: Pulls = Settings.pulls_per_step,
+    batches_per_pull: PullBatches = Settings.batches_per_pull,
+    batches_per_step: StepBatches = Settings.batches_per_step,
+    temperature: Temperature = Settings.temperature,
+    ucb_c: UcbC = Settings.ucb_c,
+    pool_size: PoolSize = Settings.pool_size,
+    screen: Screen = Settings.screen,
+    score_batches: ScoreBatches = Settings.score_batches,
+    calibration: Calibration = Settings.calibration,
     data: Data = "",
-    seq_len: SeqLen = 128,
-    batch_size: BatchSize = AUTO,
-    calibration_size: CalibrationSize = AUTO,
+    seq_len: SeqLen = Settings.seq_len,
+    batch_size: BatchSize = Settings.batch_size,
+    calibration_size: CalibrationSize = Settings.calibration_size,
     evaluation_size: EvaluationSize = AUTO,
     evaluation_batches: EvaluationBatches = AUTO,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
+    device: Device = Settings.device,
+    dtype: Dtype = Settings.dtype,
     cache_memory: CacheMemory = AUTO,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -209,9 +211,18 @@ def prune(
     Writes selection.json, evaluation.json and the journal of every measurement. Stopped at any moment and started again
     with the same command, it goes on where it was and ends with the same selection.
     """
-    given = {name: value for name, value in locals().items() if name not in ("out", "as_json", "cache_memory")}
+    settings = {name: value for name, value in locals().items() if name in SETTINGS}
     with _Bars() as watcher:
-        result = prune_model(out=out, cache_memory=_gibibytes(cache_memory), watcher=watcher, **given)
+        result = prune_model(
+            **settings,
+            out=out,
+            data=data,
+            evaluation_size=evaluation_size,
+            evaluation_batches=evaluation_batches,
+            cache_memory=_gibibytes(cache_memory),
+            trust_remote_code=trust_remote_code,
+            watcher=watcher,
+        )
     if as_json:
         print(jsonio.dumps(_without_batch_losses(result.record), indent=1))
         return
@@ -224,32 +235,31 @@ def prune(
 def select(
     model: Model,
     out: Annotated[Path, typer.Option("-o", "--out", help="The selection file to write.", show_default=False)],
-    target: Target = HEAD,
-    ratio: Ratio = 0.10,
-    method: Method = "ucb",
-    group_width: GroupWidth = GROUP_WIDTH,
-    seed: Seed = 42,
-    pulls_per_step: Pulls = 32,
-    batches_per_pull: PullBatches = 2,
-    batches_per_step: StepBatches = 0,
-    temperature: Temperature = 0.02,
-    ucb_c: UcbC = 1.5,
-    pool_size: PoolSize = 0,
-    screen: Screen = AUTO,
-    score_batches: ScoreBatches = 16,
-    calibration: Calibration = BUILTIN,
-    seq_len: SeqLen = 128,
-    batch_size: BatchSize = AUTO,
-    calibration_size: CalibrationSize = AUTO,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
+    target: Target = Settings.target,
+    ratio: Ratio = Settings.ratio,
+    method: Method = Settings.method,
+    group_width: GroupWidth = Settings.group_width,
+    seed: Seed = Settings.seed,
+    pulls_per_step: Pulls = Settings.pulls_per_step,
+    batches_per_pull: PullBatches = Settings.batches_per_pull,
+    batches_per_step: StepBatches = Settings.batches_per_step,
+    temperature: Temperature = Settings.temperature,
+    ucb_c: UcbC = Settings.ucb_c,
+    pool_size: PoolSize = Settings.pool_size,
+    screen: Screen = Settings.screen,
+    score_batches: ScoreBatches = Settings.score_batches,
+    calibration: Calibration = Settings.calibration,
+    seq_len: SeqLen = Settings.seq_len,
+    batch_size: BatchSize = Settings.batch_size,
+    calibration_size: CalibrationSize = Settings.calibration_size,
+    device: Device = Settings.device,
+    dtype: Dtype = Settings.dtype,
     cache_memory: CacheMemory = AUTO,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose units and write them to a file; `evaluate` judges them."""
-    apart = ("out", "as_json", "cache_memory", "trust_remote_code")
-    settings = make_settings(**{name: value for name, value in locals().items() if name not in (*apart, "apart")})
+    settings = make_settings(**{name: value for name, value in locals().items() if name in SETTINGS})
     settings.check()
     memory = _gibibytes(cache_memory)
     if out.is_dir():
@@ -282,13 +292,13 @@ def evaluate(
         str,
         typer.Option(help="What judges: builtin, wikitext2, lambada, a file, a folder, a hub data set.", rich_help_panel=DATA),
     ] = BUILTIN,
-    seq_len: SeqLen = 128,
-    batch_size: BatchSize = AUTO,
+    seq_len: SeqLen = Settings.seq_len,
+    batch_size: BatchSize = Settings.batch_size,
     evaluation_size: EvaluationSize = AUTO,
     evaluation_batches: EvaluationBatches = AUTO,
     seed: Annotated[int, typer.Option(help="Which images are drawn.", rich_help_panel=DATA)] = 42,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
+    device: Device = Settings.device,
+    dtype: Dtype = Settings.dtype,
     trust_remote_code: Trust = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Also write the result to this file.", rich_help_panel=MACHINE)
@@ -302,8 +312,9 @@ def evaluate(
     settings.check()
     judging = Judging(data, evaluation_size, evaluation_batches)
     judging.check()
+    what = {"model": model, "selection": str(selection) if selection else None, "data": data}
     if out:
-        _check_record_place(out)
+        _check_record_place(out, what)
     with _Bars() as watcher:
         watcher.stage(f"loading {model}")
         network, processor = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -318,7 +329,7 @@ def evaluate(
         else:
             watcher.stage("evaluating the dense model")
             record = {"dense": evaluate_model(network, batches, watcher.evaluated).to_json()}
-    record = {"model": model, "selection": str(selection) if selection else None, "data": data} | record
+    record = what | record
     if out:
         jsonio.write_text(out, jsonio.dumps(record, indent=1) + "\n")
     if as_json:
@@ -330,9 +341,9 @@ def evaluate(
 @app.command()
 def units(
     model: Model,
-    target: Target = HEAD,
-    ratio: Ratio = 0.10,
-    group_width: GroupWidth = GROUP_WIDTH,
+    target: Target = Settings.target,
+    ratio: Ratio = Settings.ratio,
+    group_width: GroupWidth = Settings.group_width,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -392,19 +403,18 @@ def _load_for(settings: Settings, trust_remote_code: bool, watcher: Watcher) -> 
     return network, settings, batches
 
 
-def _check_record_place(out: Path) -> None:
-    """Refuse, before any work, a place for an evaluation that is a folder or holds something else."""
+def _check_record_place(out: Path, same: dict[str, Any]) -> None:
+    """Refuse, before any work, a place for an evaluation that is a folder or holds something other than this evaluation."""
     check_place(out.absolute().parent)
     if out.is_dir():
         raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'evaluation.json'}.")
     try:
-        ours = not out.exists() or "dense" in json.loads(out.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        there = json.loads(out.read_text(encoding="utf-8")) if out.exists() else same
+        ours = {name: there.get(name) for name in same} == same
+    except (OSError, ValueError, AttributeError):
         ours = False
     if not ours:
-        raise OutputError(
-            f"{out} holds something else than an evaluation and is not overwritten; choose another place with -o."
-        )
+        raise OutputError(f"{out} holds something else and is not overwritten; choose another place with -o.")
 
 
 def _gibibytes(memory: float) -> int | None:
@@ -420,7 +430,7 @@ class _Bars(Watcher):
 
     def __enter__(self) -> _Bars:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -442,6 +452,9 @@ class _Bars(Watcher):
         self._task = self._progress.add_task(name, total=None)
         if not stderr.is_terminal:
             stderr.print(f"{name} ...")
+
+    def say(self, sentence: str) -> None:
+        stderr.print(sentence)
 
     def pull(self, progress: search.Progress) -> None:
         if progress.replayed and not self._replaying:
@@ -540,12 +553,15 @@ def main() -> NoReturn:
         _silence(sys.stdout)
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.", 2)
     except Exception as error:
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):
+            _fail("The device ran out of memory: try a smaller --batch-size, --seq-len or --cache-memory.", 2)
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message().rstrip(".")
         _fail(f"{message}. See secateur --help.", 2)  # the parser's own: a missing or unknown option
     if code == 130:
-        _fail("Stopped. The same command goes on from here.", 130)
+        resumable = sys.argv[1:2] in (["prune"], ["select"])
+        _fail("Stopped." + (" The same command goes on from here." if resumable else ""), 130)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
@@ -555,7 +571,7 @@ def _silence(stream: TextIO) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    stderr.print(f"error: {message}", markup=False)
+    stderr.print(f"error: {message}")
     raise SystemExit(code)
 
 

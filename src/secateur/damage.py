@@ -68,6 +68,11 @@ class DamageMeter:
         self._draw_step()
 
     @property
+    def cache_was_full(self) -> bool:
+        """Whether outputs had to be dropped, or were not kept, for want of memory."""
+        return self._prefixes.was_full
+
+    @property
     def cached_bytes(self) -> int:
         """The size of the kept block outputs."""
         return self._prefixes.bytes
@@ -110,7 +115,8 @@ class DamageMeter:
     def _base_loss(self, i: int) -> float:
         if i not in self._base_losses:
             outputs = list(self._prefixes.get(i))
-            with _recorded(self._blocks[len(outputs) :], outputs):
+            # With no cache nothing is recorded either: a whole pass of block outputs may be more than the device holds.
+            with _recorded(self._blocks[len(outputs) :] if self.cache_memory else [], outputs):
                 loss = self._loss(i, outputs[:])
             self._prefixes.put(i, outputs)
             if not self.committed and not math.isfinite(loss):
@@ -134,6 +140,7 @@ class _Prefixes:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.bytes = 0
+        self.was_full = False
         self._outputs: OrderedDict[int, list[Any]] = OrderedDict()
 
     def get(self, batch: int) -> list[Any]:
@@ -145,11 +152,13 @@ class _Prefixes:
     def put(self, batch: int, outputs: list[Any]) -> None:
         self.drop(batch)
         size = _bytes(outputs)
-        while self._outputs and self.bytes + size > self.budget:
+        self.was_full |= self.bytes + size > self.budget
+        if size > self.budget:
+            return
+        while self.bytes + size > self.budget:
             self.drop(next(iter(self._outputs)))
-        if size <= self.budget:
-            self._outputs[batch] = outputs
-            self.bytes += size
+        self._outputs[batch] = outputs
+        self.bytes += size
 
     def drop(self, batch: int) -> None:
         self.bytes -= _bytes(self._outputs.pop(batch, []))
@@ -196,6 +205,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device, or in the machine."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return int(psutil.virtual_memory().available)
 
 

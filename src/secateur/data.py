@@ -24,7 +24,7 @@ from torch import Tensor
 
 from secateur.errors import DataError, MissingExtra, SettingError, first_line
 from secateur.losses import IGNORED, Batch
-from secateur.models import look_for_hub
+from secateur.models import asking_hub
 from secateur.streams import DATA, stream
 
 BUILTIN = "builtin"
@@ -33,7 +33,7 @@ HUB_NAMES = {  # known names -> hub data set, configuration (Table 2)
     "lambada": ("cimec/lambada", "plain_text"),
 }
 SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}  # a split -> the names it goes by, best first
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".raw", ".tokens", ".jsonl", ".parquet")
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif")
 
 
@@ -112,7 +112,7 @@ def text_batches(
     _check_counts(limit, batch_size)
     documents, files = _documents(name, split)
     prefix = _prefix(tokenizer)
-    if any(part.lower().startswith("lambada") for part in Path(name).parts[-2:]):
+    if _is_lambada(Path(name)):
         passages = (_passage_row(text, tokenizer, prefix, seq_len) for text in documents)
         rows = list(itertools.islice((row for row in passages if row is not None), limit))
     else:
@@ -146,6 +146,12 @@ def _windows(
             yield prefix + waiting[start : start + length]
             made += 1
         del waiting[:whole]
+
+
+def _is_lambada(path: Path) -> bool:
+    """By its name, or by its folder's name where a file is only called after its split."""
+    split_file = path.stem in {name for names in SPLITS.values() for name in names}
+    return any(part.lower().startswith("lambada") for part in path.parts[-2 if split_file else -1 :])
 
 
 def _prefix(tokenizer: Any) -> list[int]:
@@ -273,16 +279,19 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 
 def _hub_texts(name: str, split: str) -> Iterator[str]:
-    look_for_hub()
     try:
         import datasets
     except ImportError as error:
         raise MissingExtra("datasets", "datasets", f"The hub data set {name!r}") from error
+    from huggingface_hub import constants
+
     repository, configuration = HUB_NAMES.get(name) or (name.partition(":")[0], name.partition(":")[2] or None)
     texts: Any = None
     for found in (names := SPLITS.get(split, (split,))):
         try:
-            texts = datasets.load_dataset(repository, configuration, split=found)["text"]
+            with asking_hub():
+                datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE  # read from there once, when datasets was imported
+                texts = datasets.load_dataset(repository, configuration, split=found)["text"]
             break
         except Exception as error:  # the hub client raises many kinds, all of them about this one request
             if "Unknown split" in str(error) and found != names[-1]:

@@ -42,7 +42,7 @@ class MissingExtra(SecateurError):
     """An optional package is needed and not installed."""
 
     def __init__(self, package: str, extra: str, needed_for: str) -> None:
-        super().__init__(f"{needed_for} needs the package {package!r}: pip install 'secateur[{extra}]'.")
+        super().__init__(f"{needed_for} needs the package {package!r}: pip install {package} (Secateur's extra {extra!r}).")
 
 
 class ModelError(SecateurError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -234,7 +235,7 @@ def layer_of(layers: tuple[Layer, ...], unit: Unit) -> Layer:
 
 
 def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
-    attention = block.get_submodule(family.attention)
+    attention: Any = block.get_submodule(family.attention)  # to mypy, whatever a module has is a tensor
     out = attention.get_submodule(family.out)
     qkv = tuple(attention.get_submodule(path) for path in family.qkv)
     mlp_in = tuple(block.get_submodule(path) for path in family.mlp_in)
@@ -242,7 +243,7 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
     inner = _in_features(out)  # heads * head_dim; not always the model dimension (Gemma, Qwen3)
     head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     if head_dim is None:
-        head_dim = inner // getattr(attention, "num_heads")  # noqa: B009 - to mypy a module's attributes are tensors
+        head_dim = inner // attention.num_heads
     heads = inner // head_dim
     kv_heads = _out_features(qkv[1]) // head_dim if family.packing == SEPARATE else heads
     mlp_width = _in_features(mlp_out)

@@ -27,7 +27,7 @@ from secateur.errors import MissingExtra, ModelError, SecateurError, SettingErro
 from secateur.families import FAMILIES, family_of, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICES = ("cpu", "cuda", "mps")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
 
@@ -45,10 +45,11 @@ def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remot
     mend_torchvision()
     if name.startswith(TIMM) or _is_timm_folder(Path(name)):
         model, processor = _load_timm(name)
+        model = model.to(DTYPES[dtype])
     else:
         model, processor = _load_transformers(name, DTYPES[dtype], trust_remote_code)
     family_of(model)
-    return model.to(device=where, dtype=DTYPES[dtype]).eval(), processor
+    return model.to(where).eval(), processor  # not to the dtype: transformers keeps rotary tables in float32 on purpose
 
 
 def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
@@ -67,7 +68,8 @@ def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
         config = _config(name, trust_remote_code)
     config.architectures = config.architectures or []  # a list is what from_config goes through
     with torch.device("meta"), _model_errors(name):
-        return _auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+        model: nn.Module = _auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code)
+    return model
 
 
 def digest(model: nn.Module) -> str:
@@ -113,8 +115,10 @@ def mend_torchvision() -> None:
     defined; torchvision, timm and even transformers refuse to import. Defining the two is enough, since nothing here calls
     them. Does nothing where torchvision is absent or whole.
     """
+    if _mended or "torchvision" in sys.modules:
+        return
     spec = importlib.util.find_spec("torchvision")
-    if _mended or spec is None or not spec.origin or "torchvision" in sys.modules:
+    if spec is None or not spec.origin:
         return
     for compiled in Path(spec.origin).parent.glob("_C.*"):
         with contextlib.suppress(OSError, ImportError):
@@ -126,16 +130,22 @@ def mend_torchvision() -> None:
     _mended.append(library)  # the definitions live as long as this object
 
 
-def look_for_hub() -> None:
-    """Before a hub is asked: if its name cannot even be looked up, let the hub's client use its cache and not try for long."""
+@contextlib.contextmanager
+def asking_hub() -> Iterator[None]:
+    """While a hub is asked: if its name cannot even be looked up, its client uses its cache at once and does not retry."""
     from huggingface_hub import constants
 
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return
+    before = constants.HF_HUB_OFFLINE
+    proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
     try:
-        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+        if not proxied:
+            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
         constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, Any]:
@@ -170,7 +180,6 @@ def _config(name: str, trust_remote_code: bool) -> Any:
     if not folder.exists():
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
             raise ModelError(f"There is no folder {name!r}, and no model on a hub can be named so.")
-        look_for_hub()
     elif not (folder / "config.json").is_file():
         raise ModelError(
             f"The folder {name} holds no config.json: it is not a model. Give a folder that save_pretrained wrote."
@@ -199,7 +208,8 @@ def _model_errors(name: str, what: str = "model") -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        yield
+        with asking_hub() if not os.path.exists(name) else contextlib.nullcontext():
+            yield
     except SafetensorError as error:
         raise ModelError(f"The weights in {name} are damaged or cut short: {first_line(error)} Get them again.") from error
     except SecateurError:
@@ -233,10 +243,9 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
     source = name
     if Path(name).is_dir():
         source, weights = f"local-dir:{name}", weights or name  # we read the weights: timm would also take a pickle
-    elif pretrained and not weights:
-        look_for_hub()
     try:
-        model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
+        with asking_hub() if pretrained and not weights else contextlib.nullcontext():
+            model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
     except Exception as error:  # timm raises bare RuntimeErrors, and the hub client errors of its own
         raise ModelError(f"timm cannot make the model {name!r}: {first_line(error)}") from error
     if pretrained and weights:

@@ -25,12 +25,13 @@ from secateur.models import digest, load, versions
 from secateur.policies import UCB, Greedy, Policy, Thompson
 from secateur.scores import STATIC_METHODS, magnitude_scores, unit_scores
 from secateur.selection import Progress, Selection, check_search, select, select_by_score
-from secateur.units import GROUP_WIDTH, HEAD, TARGETS, n_selected
+from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
 from secateur.zeroing import zeroed
 
 SEARCH_METHODS = ("ucb", "ts", "greedy")
 METHODS = (*SEARCH_METHODS, *STATIC_METHODS)
 AUTO = -1  # a setting left to the model's task
+LEFT_TO_TASK = {"screen", "calibration_size", "batch_size", "size", "max_batches"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Settings:
 
     def check(self) -> None:
         """Refuse what cannot work before anything is loaded."""
-        n_selected(self.ratio, 10**9)
+        check_ratio(self.ratio)
         check_search(
             pulls_per_step=self.pulls_per_step,
             temperature=self.temperature,
@@ -111,7 +112,7 @@ class Judging:
 def check_counts(settings: Settings | Judging, least: dict[str, int]) -> None:
     for name, low in least.items():
         value = getattr(settings, name)
-        if value < low and value != AUTO:
+        if value < low and not (value == AUTO and name in LEFT_TO_TASK):
             words = {"size": "evaluation size", "max_batches": "evaluation batches"}.get(name, name.replace("_", " "))
             raise SettingError(f"The {words} is {value}, but must be at least {low}.")
 
@@ -120,6 +121,7 @@ class Watcher:
     """Is told how a run goes; this one keeps silent. The command line draws its progress bars with another."""
 
     def stage(self, name: str) -> None: ...
+    def say(self, sentence: str) -> None: ...
     def pull(self, progress: Progress) -> None: ...
     def evaluated(self, batch: int, n_batches: int) -> None: ...
 
@@ -194,6 +196,8 @@ def prune_loaded(
     if out:
         refuse_other_selection(out / "selection.json", key["settings"])
         done = _read_record(out / "evaluation.json", key)
+        if done and (out / "selection.json").exists():
+            return PruneResult(Selection.load(out / "selection.json"), done, out)
     started = time.perf_counter()
     with Journal(out / "journal.jsonl", key["settings"]) if out else nullcontext() as journal:
         selection = choose_units(model, calibration, settings, cache_memory=cache_memory, journal=journal, watcher=watcher)
@@ -263,6 +267,8 @@ def choose_units(
             journal=journal,
             progress=watcher.pull,
         )
+        if meter.cache_was_full:
+            watcher.say("The cache memory did not hold the block outputs of all batches: a larger --cache-memory is faster.")
     ours = run_settings(model, settings, calibration)
     return replace(found, settings=ours, versions=versions(), calibration=calibration.source.to_json())
 
@@ -279,6 +285,8 @@ def judge(
     watcher = watcher or Watcher()
     if selection.calibration:
         check_apart(Source.from_json(selection.calibration), batches.source)
+    settings = selection.settings
+    n_candidates = len(candidate_units(model, settings.get("target", HEAD), settings.get("group_width", GROUP_WIDTH)))
     if dense is None:
         watcher.stage("evaluating the dense model")
         dense = evaluate(model, batches, watcher.evaluated)
@@ -290,6 +298,8 @@ def judge(
         "pruned": pruned.to_json(),
         **changes(dense, pruned),
         "units": [unit.to_json() for unit in selection.units],
+        "candidates": n_candidates,
+        "unit_ratio": len(selection.units) / n_candidates,
         "total_params": total_parameters(model),
         "zeroed_percent": zeroed_percent(model, selection.units),
         "pulls": selection.pulls,
@@ -310,7 +320,8 @@ def load_batches(
         batches = text_batches(
             name, processor, split=split, limit=limit, seq_len=settings.seq_len, batch_size=settings.batch_size
         )
-        n_tokens = getattr(model, "get_input_embeddings")().num_embeddings  # noqa: B009 - not a tensor, whatever mypy thinks
+        network: Any = model  # to mypy, whatever a module has is a tensor
+        n_tokens = network.get_input_embeddings().num_embeddings
         largest = max(int(batch["input_ids"].max()) for batch in batches)
         if largest >= n_tokens:
             raise ModelError(f"The tokenizer gives token {largest}, but the model knows {n_tokens}: it is another model's.")
@@ -332,10 +343,9 @@ def load_batches(
 
 def class_names(model: nn.Module) -> list[str]:
     """The names of an image model's outputs, in their order; numbers where it has no names."""
-    names = getattr(getattr(model, "config", None), "id2label", None)
-    if names:
-        return [str(names[i]) for i in range(len(names))]
-    return [str(i) for i in range(int(model.num_classes))]  # type: ignore[arg-type]
+    network: Any = model
+    names = getattr(getattr(network, "config", None), "id2label", None)
+    return [str(names[i]) for i in range(len(names))] if names else [str(i) for i in range(network.num_classes)]
 
 
 def check_selection(model: nn.Module, selection: Selection, name: str) -> None:

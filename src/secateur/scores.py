@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from secateur.errors import SettingError, not_one_of
 from secateur.families import Layer, Slice, anatomy, layer_of
-from secateur.losses import Batch, batch_loss, evaluating
+from secateur.losses import IGNORED, Batch, batch_loss, evaluating
 from secateur.streams import SCORES, stream
 from secateur.units import Unit
 
@@ -70,9 +70,11 @@ def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
 def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[nn.Module, Tensor]:
     """||X_b||_2 of every input channel of every projection that the units touch, over all positions of all batches."""
     squares: dict[nn.Module, Tensor] = {}
+    real: Tensor | None = None  # the positions of the batch at hand that are not padding; None: all
 
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].float().flatten(0, -2)  # (positions, channels)
+        x = x if real is None else x[real.to(x.device)]
         squares[module] = squares.get(module, 0) + (x * x).sum(0)
 
     modules = {s.module for slices in _slices(model, units).values() for s in slices}
@@ -80,6 +82,7 @@ def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
     try:
         with torch.inference_mode(), evaluating(model):
             for batch in batches:
+                real = (batch["labels"] != IGNORED).flatten() if "input_ids" in batch else None
                 batch_loss(model, batch)
     finally:
         for handle in handles:

@@ -155,10 +155,11 @@ class Selection:
             source = fields["calibration"]
             if source and not all(isinstance(source[name], kind) for name, kind in SOURCE_FIELDS.items()):
                 raise TypeError("its calibration is not described as it should be")
-            if len({json.dumps(unit, sort_keys=True) for unit in fields["units"]}) < len(fields["units"]):
+            units = tuple(Unit.from_json(unit) for unit in fields["units"])
+            if len(set(units)) < len(units):
                 raise ValueError("a unit is in it twice")
             return cls(
-                units=tuple(Unit.from_json(unit) for unit in fields["units"]),
+                units=units,
                 settings=dict(fields["settings"]),
                 steps=tuple(fields["steps"]),
                 trace=tuple(Pull.from_json(pull) for pull in fields["trace"]),
@@ -218,25 +219,6 @@ def select(
     selected: list[Unit] = []
     broken: set[Unit] = set()  # masks that made the loss non-finite: last in line from then on
 
-    def pull(step: int, unit: Unit, batches: tuple[int, ...]) -> Pull:
-        recorded = journal.replay({"step": step, "unit": unit.to_json(), "batches": batches}) if journal else None
-        if journal and recorded is not None:
-            try:
-                made = Pull.from_json(recorded)
-            except (KeyError, TypeError, ValueError) as error:
-                raise journal.edited() from error
-            meter.recall(made.batches, made.base_losses)
-            return made
-        before = meter.forwards
-        base, masked = meter.measure(unit, batches)
-        damage = sum(m - b for m, b in zip(masked, base, strict=True)) / len(base)
-        made = Pull(
-            step, unit, batches, tuple(base), tuple(masked), damage, reward(damage, temperature), meter.forwards - before
-        )
-        if journal:
-            journal.append(made.to_json())
-        return made
-
     while len(selected) < k:
         step = len(selected)
         remaining = [unit for unit in units if unit not in selected]
@@ -250,9 +232,11 @@ def select(
         n_pulls = len(pool) if greedy else pulls_per_step
         for i in range(n_pulls):
             arm = policy.choose(stats, policy_rng)
-            made = pull(step, pool[arm], common or meter.draw())
+            made = _pull(meter, journal, step, pool[arm], common or meter.draw(), temperature)
             trace.append(made)
-            stats.update(arm, made.reward, finite=math.isfinite(made.damage))
+            # A base loss that is not finite is the fault of what was committed before, not of this unit's mask.
+            blameless = math.isfinite(made.damage) or not all(map(math.isfinite, made.base_losses))
+            stats.update(arm, made.reward, finite=blameless)
             if progress:
                 best = stats.best()
                 replayed = journal is not None and len(trace) <= journal.n_replayed
@@ -263,19 +247,41 @@ def select(
         best = stats.best()
         selected.append(pool[best])
         meter.commit(pool[best])
-        steps.append(
-            {
-                "step": step,
-                "unit": pool[best].to_json(),
-                "mean_reward": float(stats.means[best]),
-                "posterior_mean": float(stats.posterior_means[best]),
-                "unit_pulls": int(stats.counts[best]),
-                "pool": len(pool),
-                "evaluated": int((stats.counts > 0).sum()),
-                "broken": int(stats.broken.sum()),
-            }
-        )
+        steps.append(_step_record(step, pool[best], best, stats))
     return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace))
+
+
+def _pull(meter: Meter, journal: Journal | None, step: int, unit: Unit, batches: tuple[int, ...], temperature: float) -> Pull:
+    """One pull: taken from the journal if it was made before, measured and written there if not."""
+    recorded = journal.replay({"step": step, "unit": unit.to_json(), "batches": batches}) if journal else None
+    if journal and recorded is not None:
+        try:
+            made = Pull.from_json(recorded)
+        except (KeyError, TypeError, ValueError) as error:
+            raise journal.edited() from error
+        meter.recall(made.batches, made.base_losses)
+        return made
+    before = meter.forwards
+    base, masked = meter.measure(unit, batches)
+    damage = sum(m - b for m, b in zip(masked, base, strict=True)) / len(base)  # Eq. 18, over the pull's batches
+    earned = reward(damage, temperature)
+    made = Pull(step, unit, batches, tuple(base), tuple(masked), damage, earned, meter.forwards - before)
+    if journal:
+        journal.append(made.to_json())
+    return made
+
+
+def _step_record(step: int, unit: Unit, arm: int, stats: ArmStats) -> dict[str, Any]:
+    return {
+        "step": step,
+        "unit": unit.to_json(),
+        "mean_reward": float(stats.means[arm]),
+        "posterior_mean": float(stats.posterior_means[arm]),
+        "unit_pulls": int(stats.counts[arm]),
+        "pool": len(stats.counts),
+        "evaluated": int((stats.counts > 0).sum()),
+        "broken": int(stats.broken.sum()),
+    }
 
 
 def select_by_score(scores: Mapping[Unit, float], *, ratio: float) -> Selection:

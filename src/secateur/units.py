@@ -68,10 +68,14 @@ def enumerate_units(
     return units
 
 
-def n_selected(ratio: float, n_candidates: int) -> int:
-    """How many of `n_candidates` units a nominal ratio selects (Eq. 6); halves go to the even number, as Python rounds."""
+def check_ratio(ratio: float) -> None:
     if not 0 < ratio < 1:  # also refuses nan
         raise SettingError(f"The ratio is {ratio}, but must lie between 0 and 1, both excluded: 0.10 selects a tenth.")
+
+
+def n_selected(ratio: float, n_candidates: int) -> int:
+    """How many of `n_candidates` units a nominal ratio selects (Eq. 6); halves go to the even number, as Python rounds."""
+    check_ratio(ratio)
     k = max(1, round(ratio * n_candidates))
     if k >= n_candidates:
         raise SettingError(
