@@ -685,7 +685,7 @@ def test_a_full_disk_is_one_sentence_and_once_there_is_room_the_run_ends_the_sam
         "first line of the journal": 100,
         "journal": sizes.get("journal.jsonl", 0) // 2,
         "selection": sizes.get("journal.jsonl", 0),
-        "evaluation": sizes["evaluation.json"] - 1,
+        "evaluation": sizes["evaluation.json"] - 40,  # the seconds in it have more or fewer digits
     }[stage]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
