@@ -111,11 +111,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 class Listener(Watcher):
     def __init__(self) -> None:
         self.stages: list[str] = []
+        self.said: list[str] = []
         self.pulls: list[Progress] = []
         self.evaluations: list[tuple[int, int]] = []
 
     def stage(self, name: str) -> None:
         self.stages.append(name)
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
 
     def pull(self, progress: Progress) -> None:
         self.pulls.append(progress)
@@ -410,3 +414,14 @@ def test_settings_left_to_the_task_become_the_papers() -> None:
     assert (image.screen, image.calibration_size, image.batch_size) == (0, 1024, 8)
     given = dataclasses.replace(text, screen=0, calibration_size=7, batch_size=3)
     assert given.for_task("image") == given
+
+
+@pytest.mark.parametrize(("memory", "said"), [(None, 0), (3000, 1), (10, 1)])
+def test_a_cache_memory_that_is_too_small_is_said_once_and_changes_nothing(
+    world: World, tmp_path: Path, memory: int | None, said: int
+) -> None:
+    listener = Listener()
+    result = prune(world, out=tmp_path, cache_memory=memory, watcher=listener)
+    assert len(listener.said) == said
+    assert all("--cache-memory" in sentence for sentence in listener.said)
+    assert result.selection.units == prune(world).selection.units
