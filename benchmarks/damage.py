@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from secateur.damage import DamageMeter
-from secateur.families import FAMILIES, candidate_units, family_of
+from secateur.families import candidate_units, task_of
 from secateur.models import load, load_shapes
 from secateur.units import Unit
 from secateur.zeroing import zeroed
@@ -42,7 +42,7 @@ def main() -> None:
     rows = []
     for name in given.models:
         model = random_weights(name.removeprefix("shape:")) if name.startswith("shape:") else load(name)[0]
-        text = FAMILIES[family_of(model)].task == "text"
+        text = task_of(model) == "text"
         for target in ("head", "mlp") if text else ("head",):
             row = compare(model, target, given.pulls) | {"name": f"{Path(name).name} {target}"}
             rows.append(row)
@@ -101,7 +101,7 @@ def compare(model: nn.Module, target: str, pulls: int) -> dict[str, Any]:
 def make_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """4 texts of 128 tokens, or 8 images of 224 x 224, a batch."""
     generator = torch.Generator().manual_seed(1)
-    if FAMILIES[family_of(model)].task == "text":
+    if task_of(model) == "text":
         tokens = [torch.randint(0, 1000, (4, 128), generator=generator) for _ in range(BATCHES_PER_PULL)]
         return [{"input_ids": ids, "labels": ids} for ids in tokens]
     return [

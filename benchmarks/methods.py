@@ -15,7 +15,7 @@ from pathlib import Path
 
 from secateur.data import check_apart
 from secateur.evaluate import evaluate
-from secateur.families import FAMILIES, family_of
+from secateur.families import task_of
 from secateur.models import load
 from secateur.prune import Judging, Settings, load_batches, make_settings, prune_loaded
 
@@ -36,7 +36,7 @@ def main() -> None:
         name: float(value) if "." in value else int(value) for name, _, value in (item.partition("=") for item in given.set)
     }
     model, processor = load(given.model)
-    task = FAMILIES[family_of(model)].task
+    task = task_of(model)
     asked: Settings = make_settings(model=given.model, calibration=given.calibration, **others).for_task(task)
     judging = Judging(given.data, given.evaluation_size, given.evaluation_batches).for_task(task, given.calibration)
     for seed in given.seeds:

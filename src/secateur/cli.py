@@ -18,15 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from secateur import jsonio
-from secateur import selection as search
+from secateur import jsonio, selection as search
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
 from secateur.data import BUILTIN
 from secateur.errors import OutputError, SecateurError, SettingError
 from secateur.evaluate import evaluate as evaluate_model
-from secateur.families import FAMILIES, anatomy, candidate_units, family_of
+from secateur.families import anatomy, candidate_units, family_of, task_of
 from secateur.journal import Journal
-from secateur.models import DTYPES, load, load_shapes
+from secateur.models import DTYPES, load_shapes
 from secateur.prune import (
     AUTO,
     METHODS,
@@ -39,12 +38,11 @@ from secateur.prune import (
     judge,
     load_batches,
     make_settings,
+    open_model,
     plain_path,
+    prune as prune_model,
     refuse_other_selection,
     run_settings,
-)
-from secateur.prune import (
-    prune as prune_model,
 )
 from secateur.selection import Selection
 from secateur.units import TARGETS, n_selected
@@ -266,7 +264,10 @@ def select(
         raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'selection.json'}.")
     check_place(out.absolute().parent)
     with _Bars() as watcher:
-        network, settings, batches = _load_for(settings, trust_remote_code, watcher)
+        network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
+        watcher.stage("reading data")
+        size = settings.calibration_size
+        batches = load_batches(network, processor, settings.calibration, settings, split="train", size=size)
         ours = run_settings(network, settings, batches)
         refuse_other_selection(out, ours)
         with Journal(out.with_name(out.name.removesuffix(".json") + ".journal.jsonl"), ours) as journal:
@@ -296,7 +297,7 @@ def evaluate(
     batch_size: BatchSize = Settings.batch_size,
     evaluation_size: EvaluationSize = AUTO,
     evaluation_batches: EvaluationBatches = AUTO,
-    seed: Annotated[int, typer.Option(help="Which images are drawn.", rich_help_panel=DATA)] = 42,
+    seed: Annotated[int, typer.Option(help="Which images are drawn.", rich_help_panel=DATA)] = Settings.seed,
     device: Device = Settings.device,
     dtype: Dtype = Settings.dtype,
     trust_remote_code: Trust = False,
@@ -308,7 +309,7 @@ def evaluate(
     """Evaluate a model with and without selected units: perplexity for text, top-1 and top-5 for images."""
     chosen = Selection.load(selection) if selection else None
     data = plain_path(data)
-    settings = Settings(model, seq_len=seq_len, batch_size=batch_size, seed=seed)
+    settings = Settings(model, seq_len=seq_len, batch_size=batch_size, seed=seed, device=device, dtype=dtype)
     settings.check()
     judging = Judging(data, evaluation_size, evaluation_batches)
     judging.check()
@@ -316,12 +317,10 @@ def evaluate(
     if out:
         _check_record_place(out, what)
     with _Bars() as watcher:
-        watcher.stage(f"loading {model}")
-        network, processor = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
         if chosen:
             check_selection(network, chosen, model)
-        task = FAMILIES[family_of(network)].task
-        settings, judging = settings.for_task(task), judging.for_task(task, data)
+        judging = judging.for_task(task_of(network), data)
         watcher.stage("reading data")
         batches = load_batches(network, processor, data, settings, split="test", size=judging.size, most=judging.max_batches)
         if chosen:
@@ -394,15 +393,6 @@ def units(
     stdout.print(f"A ratio of {ratio:g} selects {k:,} ({k / len(candidates):.2%}): {percent} of the parameters.")
 
 
-def _load_for(settings: Settings, trust_remote_code: bool, watcher: Watcher) -> tuple[Any, Settings, Any]:
-    watcher.stage(f"loading {settings.model}")
-    network, processor = load(settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=trust_remote_code)
-    settings = settings.for_task(FAMILIES[family_of(network)].task)
-    watcher.stage("reading data")
-    batches = load_batches(network, processor, settings.calibration, settings, split="train", size=settings.calibration_size)
-    return network, settings, batches
-
-
 def _check_record_place(out: Path, same: dict[str, Any]) -> None:
     """Refuse, before any work, a place for an evaluation that is a folder or holds something other than this evaluation."""
     check_place(out.absolute().parent)
@@ -438,7 +428,6 @@ class _Bars(Watcher):
             disable=not stderr.is_terminal,
         )
         self._task: Any = None
-        self._counts: tuple[int, int] | None = None
         self._replaying = False
         self._progress.start()
         return self

@@ -201,6 +201,11 @@ def family_of(model: nn.Module) -> str:
     raise unsupported(what)
 
 
+def task_of(model: nn.Module) -> str:
+    """What the model does: "text" or "image"."""
+    return FAMILIES[family_of(model)].task
+
+
 def unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(f"No family is known for {what}; known: {', '.join(FAMILIES)}. See docs/add-a-family.md.")
 

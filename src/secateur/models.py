@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
-from secateur.families import FAMILIES, family_of, unsupported
+from secateur.families import FAMILIES, family_of, task_of, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda", "mps")
@@ -163,7 +163,7 @@ def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -
         missing = sorted(info["missing_keys"])
         raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} among them.")
     with _model_errors(name, "tokenizer or image processor"):
-        if FAMILIES[family_of(model)].task == "text":
+        if task_of(model) == "text":
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             if set(tokenizer("a b")["input_ids"]) <= {tokenizer.unk_token_id}:  # an empty one, made where no files were
                 raise OSError("there is no tokenizer.json")

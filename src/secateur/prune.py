@@ -19,24 +19,25 @@ from secateur.damage import DamageMeter
 from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
 from secateur.errors import DataError, ModelError, OutputError, SelectionError, SettingError, not_one_of
 from secateur.evaluate import Evaluation, changes, evaluate
-from secateur.families import FAMILIES, candidate_units, family_of
+from secateur.families import candidate_units, task_of
 from secateur.journal import Journal, check_same_run
 from secateur.models import digest, load, versions
 from secateur.policies import UCB, Greedy, Policy, Thompson
 from secateur.scores import STATIC_METHODS, magnitude_scores, unit_scores
 from secateur.selection import Progress, Selection, check_search, select, select_by_score
+from secateur.streams import POOLS, stream
 from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
 from secateur.zeroing import zeroed
 
 SEARCH_METHODS = ("ucb", "ts", "greedy")
 METHODS = (*SEARCH_METHODS, *STATIC_METHODS)
 AUTO = -1  # a setting left to the model's task
-LEFT_TO_TASK = {"screen", "calibration_size", "batch_size", "size", "max_batches"}
+LEFT_TO_TASK = {"calibration_size", "batch_size", "size", "max_batches"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides which units are chosen. The defaults are the paper's (section 4); AUTO means the paper's for the task."""
+    """What decides which units are chosen. The defaults are the paper's (section 4) where it names one; AUTO is by task."""
 
     model: str
     target: str = HEAD
@@ -74,9 +75,8 @@ class Settings:
         if self.target not in TARGETS:
             raise not_one_of("target", self.target, TARGETS)
         least = {"batches_per_pull": 1, "batches_per_step": 0, "group_width": 1, "score_batches": 1, "seq_len": 2}
-        check_counts(self, least | {"batch_size": 1, "calibration_size": 1, "pool_size": 0, "screen": 0})
-        if self.seed < 0:
-            raise SettingError(f"The seed is {self.seed}, but must be 0 or more.")
+        check_counts(self, least | {"batch_size": 1, "calibration_size": 1})
+        stream(self.seed, POOLS)
 
     def for_task(self, task: str) -> Settings:
         """The same settings with every AUTO replaced."""
@@ -161,11 +161,8 @@ def prune(
     folder = Path(out) if out is not None else None
     if folder:
         check_place(folder)
-    watcher.stage(f"loading {model}")
-    network, processor = load(model, device=asked.device, dtype=asked.dtype, trust_remote_code=trust_remote_code)
-    task = FAMILIES[family_of(network)].task
-    wanted = asked.for_task(task)
-    judging = judging.for_task(task, wanted.calibration)
+    network, processor, wanted = open_model(asked, trust_remote_code=trust_remote_code, watcher=watcher)
+    judging = judging.for_task(task_of(network), wanted.calibration)
     watcher.stage("reading data")
     calibration = load_batches(network, processor, wanted.calibration, wanted, split="train", size=wanted.calibration_size)
     evaluation = load_batches(
@@ -174,6 +171,13 @@ def prune(
     return prune_loaded(
         network, calibration, evaluation, wanted, judging, out=folder, cache_memory=cache_memory, watcher=watcher
     )
+
+
+def open_model(settings: Settings, *, trust_remote_code: bool, watcher: Watcher) -> tuple[nn.Module, Any, Settings]:
+    """The settings' model with its tokenizer or image processor, and the settings with nothing left to its task."""
+    watcher.stage(f"loading {settings.model}")
+    model, processor = load(settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+    return model, processor, settings.for_task(task_of(model))
 
 
 def prune_loaded(
@@ -313,7 +317,7 @@ def load_batches(
 ) -> Batches:
     """Batches of the kind that the model takes; at most `most` of them, if that is not 0."""
     limit = min(size, most * settings.batch_size) if most else size
-    if FAMILIES[family_of(model)].task == "text":
+    if task_of(model) == "text":
         context = getattr(model.config, "max_position_embeddings", None)
         if isinstance(context, int) and settings.seq_len > context:
             raise SettingError(f"The sequence length is {settings.seq_len}, but the model takes at most {context} tokens.")
