@@ -1,121 +1,61 @@
-"""How fast paired damage is measured, against the plain way, in one run: python benchmarks/damage.py [--json FILE] [MODEL ...]
+"""The table of docs/performance.md: python benchmarks/damage.py [--json FILE] [--selection]
 
-The plain way calls the model with its own loss twice a batch, once with the unit zeroed. Ours is `DamageMeter` with warm base
-runs. Both measure the same units, spread over the model, on the same batches, in turn, so that a noisy machine troubles both
-alike. FLOPs are counted by torch; their ratio is what reusing whole blocks allows if nothing but matrix products took time.
-
-A MODEL is a folder, or `shape:NAME` for random weights in the shape of a model that Secateur knows (shape:gpt2).
+SmolLM2-135M heads and MLP groups, DeiT-Tiny heads, and the shapes of GPT-2 and Swin-Tiny with random weights; with --selection
+also a whole search on SmolLM2-135M from a cold start, which takes half an hour. `secateur bench` does the same for any model.
+SmolLM2-135M is made by scripts/smollm2.py; DeiT-Tiny is looked for in $SECATEUR_DATA.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
+import os
+import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from secateur.damage import DamageMeter
-from secateur.families import candidate_units, task_of
-from secateur.models import load, load_shapes
-from secateur.units import Unit
-from secateur.zeroing import zeroed
+from secateur.bench import Row, compare_pulls, compare_selection, markdown, open_model
 
-BATCHES_PER_PULL = 2
+ROOT = Path(__file__).parents[1]
+SMOLLM2 = str(ROOT / ".cache" / "SmolLM2-135M-Instruct")
+DEIT = str(Path(os.environ.get("SECATEUR_DATA", ROOT.parent / "shared" / "data")) / "deit-tiny")
+ROWS = (
+    ("SmolLM2-135M heads", SMOLLM2, "head"),
+    ("SmolLM2-135M MLP groups", SMOLLM2, "mlp"),
+    ("DeiT-Tiny heads", DEIT, "head"),
+    ("GPT-2 shape heads", "shape:gpt2", "head"),
+    ("Swin-Tiny shape heads", "shape:swin_tiny_patch4_window7_224", "head"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["shape:gpt2", "shape:swin_tiny_patch4_window7_224"])
-    parser.add_argument("--pulls", type=int, default=12)
+    parser.add_argument("--pulls", type=int, default=12, help="a row")
+    parser.add_argument("--stack", type=int, default=1)
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--selection", action="store_true")
+    parser.add_argument("--steps", type=int, default=0, help="only the first steps of the selection")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    print(f"{torch.get_num_threads()} threads, {given.pulls} pulls of {BATCHES_PER_PULL} batches a row")
-    print("| model | target | speedup | FLOP ratio | plain s/pull | ours s/pull | largest difference |")
-    print("|---" * 7 + "|")
-    rows = []
-    for name in given.models:
-        model = random_weights(name.removeprefix("shape:")) if name.startswith("shape:") else load(name)[0]
-        text = task_of(model) == "text"
-        for target in ("head", "mlp") if text else ("head",):
-            row = compare(model, target, given.pulls) | {"name": f"{Path(name).name} {target}"}
-            rows.append(row)
-            ratios = f"{row['speedup']:.2f} | {row['flop_ratio']:.2f}"
-            seconds = f"{row['plain_seconds']:.3f} | {row['seconds']:.3f}"
-            print(f"| {Path(name).name} | {target} | {ratios} | {seconds} | {row['difference']:.1e} |", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    print(f"{torch.get_num_threads()} threads, {given.pulls} pulls a row, stack {given.stack}\n")
+    rows: list[Row] = []
 
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(markdown(rows) if len(rows) == 1 else markdown([row]).splitlines()[-1], flush=True)
+        if given.json:
+            given.json.write_text(json.dumps({"rows": [row.to_json() for row in rows]}, indent=1) + "\n")
 
-def random_weights(name: str) -> nn.Module:
-    model = load_shapes(name).to_empty(device="cpu").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.02, generator=generator)
-        for buffer in model.buffers():
-            buffer.zero_()
-    return model
-
-
-def compare(model: nn.Module, target: str, pulls: int) -> dict[str, Any]:
-    batches = make_batches(model)
-    units = candidate_units(model, target)
-    chosen = [units[i] for i in np.linspace(0, len(units) - 1, pulls).astype(int)]
-    meter = DamageMeter(model, batches, batches_per_pull=BATCHES_PER_PULL)
-    indices = range(BATCHES_PER_PULL)
-    meter.measure(chosen[0], indices)  # warm
-    plain_pull(model, batches, chosen[0])
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-    difference = 0.0
-    for unit in chosen:
-        started = time.perf_counter()
-        expected = plain_pull(model, batches, unit)
-        seconds["plain"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        found = meter.measure(unit, indices)
-        seconds["ours"].append(time.perf_counter() - started)
-        difference = max(
-            difference, *(abs(a - b) for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
-        )
-    with FlopCounterMode(display=False) as plain_flops:
-        plain_pull(model, batches, chosen[0])
-    with FlopCounterMode(display=False) as our_flops:
-        for unit in chosen:
-            meter.measure(unit, indices)
-    return {
-        "speedup": sum(seconds["plain"]) / sum(seconds["ours"]),
-        "flop_ratio": plain_flops.get_total_flops() * pulls / our_flops.get_total_flops(),
-        "plain_seconds": statistics.fmean(seconds["plain"]),
-        "seconds": statistics.fmean(seconds["ours"]),
-        "difference": difference,
-    }
-
-
-def make_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """4 texts of 128 tokens, or 8 images of 224 x 224, a batch."""
-    generator = torch.Generator().manual_seed(1)
-    if task_of(model) == "text":
-        tokens = [torch.randint(0, 1000, (4, 128), generator=generator) for _ in range(BATCHES_PER_PULL)]
-        return [{"input_ids": ids, "labels": ids} for ids in tokens]
-    return [
-        {"pixel_values": torch.randn(8, 3, 224, 224, generator=generator), "labels": torch.arange(8)}
-        for _ in range(BATCHES_PER_PULL)
-    ]
-
-
-def plain_pull(model: Any, batches: list[dict[str, Tensor]], unit: Unit) -> tuple[list[float], list[float]]:
-    options = {"use_cache": False} if "input_ids" in batches[0] else {}
-    with torch.inference_mode():
-        base = [float(model(**batch, **options).loss) for batch in batches]
-        with zeroed(model, [unit]):
-            return base, [float(model(**batch, **options).loss) for batch in batches]
+    for name, model, target in ROWS:
+        if given.only not in name:
+            continue
+        if not model.startswith("shape:") and not Path(model).exists():
+            print(f"{name} is left out: there is no {model}.", file=sys.stderr)
+            continue
+        add(compare_pulls(open_model(model), name, target=target, pulls=given.pulls, stack=given.stack))
+    if given.selection:
+        add(compare_selection(open_model(SMOLLM2), "SmolLM2-135M selection", steps=given.steps, stack=given.stack))
 
 
 if __name__ == "__main__":

@@ -113,16 +113,32 @@ def test_shared_base_losses_give_the_damage_that_separate_measurements_give() ->
     assert shared.measure(HEAD_1, [3, 1]) == DamageMeter(model, batches).measure(HEAD_1, [3, 1])
 
 
-def test_recalled_base_losses_stand_for_measured_ones_until_a_unit_is_committed() -> None:
+def test_recalled_losses_stand_for_measured_ones_until_a_unit_is_committed() -> None:
     model = FAMILIES_TINY["gpt2"]()
     passes = Passes(model)
     meter = DamageMeter(model, tiny_batches(model, 2))
-    meter.recall([0, 1], [5.0, 6.0])
-    assert (passes.count, meter.forwards, meter.pulls) == (0, 0, 1)
-    assert meter.measure(HEAD_1, [1, 0])[0] == [6.0, 5.0]
-    assert passes.count == 2
+    meter.recall(HEAD_1, [0, 1], [5.0, 6.0], [7.0, 8.0])
+    assert meter.measure(HEAD_1, [1, 0]) == ([6.0, 5.0], [8.0, 7.0])
+    assert (passes.count, meter.forwards, meter.pulls) == (0, 0, 2)
+    assert meter.measure(GROUP_3, [1, 0])[0] == [6.0, 5.0]
+    assert passes.count == meter.forwards == 2
     meter.commit(HEAD_2)
-    assert 5.0 not in meter.measure(HEAD_1, [0])[0]
+    base, masked = meter.measure(HEAD_1, [0])
+    assert 5.0 not in base
+    assert 7.0 not in masked
+
+
+def test_a_unit_is_measured_once_on_a_batch_until_a_unit_is_committed() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    passes = Passes(model)
+    meter = DamageMeter(model, tiny_batches(model, 3))
+    first = meter.measure(HEAD_1, [0, 1])
+    again = meter.measure(HEAD_1, [1, 2])
+    assert (again[0][0], again[1][0]) == (first[0][1], first[1][1])
+    assert passes.count == meter.forwards == 6  # batch 2 alone is new, with and without
+    meter.commit(HEAD_2)
+    meter.measure(HEAD_1, [1])
+    assert passes.count == meter.forwards == 8
 
 
 def test_a_seed_fixes_the_draws_whatever_is_measured_between_them() -> None:

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "secateur"
 MODULES = sorted(".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py"))
 
 CORE = {"errors", "units", "streams", "jsonio", "journal", "policies", "selection"}
-MODEL = {"families", "zeroing", "accounting", "losses", "damage", "scores", "models"}
+MODEL = {"families", "zeroing", "accounting", "losses", "prefixes", "damage", "scores", "models"}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "zeroing": {"errors", "units", "families"},
     "accounting": {"errors", "units", "families"},
     "losses": set(),
-    "damage": {"errors", "units", "families", "zeroing", "losses", "streams"},
+    "prefixes": {"units", "families", "losses"},
+    "damage": {"errors", "units", "families", "zeroing", "losses", "prefixes", "streams"},
     "scores": {"errors", "units", "families", "zeroing", "losses", "streams"},
     "models": {"errors", "families"},
     "data": {"errors", "families", "losses", "models", "streams", "units"},

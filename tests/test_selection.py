@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class FakeMeter:
         self.stop_at = stop_at  # the measurement that never comes back
         self.committed: list[Unit] = []
         self.measured: list[Unit] = []
+        self.expected: list[list[tuple[Unit, tuple[int, ...]]]] = []
         self.forwards = 0
         self.draws = 0
         self._rng = stream(seed, BATCHES)
@@ -56,7 +57,10 @@ class FakeMeter:
         base = [self._base[batch] for batch in batches]
         return base, [b + self.damage(unit) + self._noise(unit, batch) for b, batch in zip(base, batches, strict=True)]
 
-    def recall(self, batches: Sequence[int], base_losses: Sequence[float]) -> None:
+    def expect(self, pulls: Iterable[tuple[Unit, Sequence[int]]]) -> None:
+        self.expected.append([(unit, tuple(batches)) for unit, batches in pulls])
+
+    def recall(self, unit: Unit, batches: Sequence[int], base_losses: Sequence[float], masked_losses: Sequence[float]) -> None:
         self._base.update(zip(batches, base_losses, strict=True))
 
     def commit(self, unit: Unit) -> None:

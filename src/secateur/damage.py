@@ -1,35 +1,36 @@
 """DamageMeter: what a unit's removal costs, measured on the same batches with and without it (Eq. 16-18).
 
-A unit in block l leaves blocks 0 to l-1 as they were, and so does committing it. The meter therefore keeps, for each batch, its
-base loss and its block outputs under the committed units; a run starts at the first block that is new, while the blocks before
-it hand back what they gave before. The model's own forward still runs around them, and the numbers are the same to the bit.
+Only what is new is computed. A unit in block l leaves everything before its projection as it was, and so does committing it.
+The meter keeps, for each batch, its losses and its block outputs under the committed units, and a run starts at the first thing
+that is new (prefixes.py). The numbers are the same to the bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.families import anatomy
-from secateur.losses import Batch, batch_loss, device_of, evaluating
+from secateur.losses import Batch, batch_loss, device_of, evaluating, part_losses
+from secateur.prefixes import Prefixes
 from secateur.streams import BATCHES, stream
-from secateur.units import Unit
-from secateur.zeroing import zeroed
+from secateur.units import HEAD, MLP, Unit
+from secateur.zeroing import zeroed_in_parts
 
 
 class DamageMeter:
     """Measures units one at a time on top of those already committed, and counts the model passes it makes.
 
-    `cache_memory` bounds the bytes of kept block outputs; by default half of the memory that is free. `batches_per_step` lets
-    the pulls between two commits share that many batches, drawn anew after each commit; 0 draws from all of them.
+    `cache_memory` bounds the bytes of what is kept; by default half of the memory that is free. `batches_per_step` lets the
+    pulls between two commits share that many batches, drawn anew after each commit; 0 draws from all of them. `stack` is how
+    many masked runs are made as one, on a batch that many times as large; `expect` tells which may go together.
 
     >>> meter = DamageMeter(model, batches, batches_per_pull=2, seed=42)
     >>> meter.damage(Unit("head", 0, 3))
@@ -43,6 +44,7 @@ class DamageMeter:
         batches_per_pull: int = 2,
         batches_per_step: int = 0,
         cache_memory: int | None = None,
+        stack: int = 1,
         seed: int = 42,
     ) -> None:
         self.batches_per_step = batches_per_step or len(batches)
@@ -54,71 +56,93 @@ class DamageMeter:
             raise SettingError(
                 f"The batches per pull are {batches_per_pull}, but must be 1 to {self.batches_per_step}, those to draw from."
             )
+        if stack < 1:
+            raise SettingError(f"The stack is {stack}, but must be at least 1.")
         self.model = model
         self.batches = batches
         self.batches_per_pull = batches_per_pull
+        self.stack = stack
         self.committed: list[Unit] = []
         self.pulls = 0
-        self.forwards = 0
-        self._rng = stream(seed, BATCHES)
-        self._base_losses: dict[int, float] = {}
-        self._blocks = [layer.block for layer in anatomy(model)]
+        self.forwards = 0  # a stacked run counts as one for each of its batches
         self.cache_memory = free_memory(device_of(model)) // 2 if cache_memory is None else cache_memory
-        self._prefixes = _Prefixes(self.cache_memory)
+        self._rng = stream(seed, BATCHES)
+        self._layers = anatomy(model)
+        self._prefixes = Prefixes(self._layers, self.cache_memory)
+        self._kinds: set[str] = set()  # of the units measured so far
+        self._base_losses: dict[int, float] = {}  # these three are of the present step
+        self._masked_losses: dict[tuple[Unit, int], float] = {}
+        self._counted: set[Any] = set()  # the keys of both that were asked for; a stack measures some before that
+        self._expected: list[tuple[Unit, int]] = []
         self._draw_step()
 
     @property
     def cache_was_full(self) -> bool:
-        """Whether outputs had to be dropped, or were not kept, for want of memory."""
+        """Whether something had to be dropped, or was not kept, for want of memory."""
         return self._prefixes.was_full
 
     @property
     def cached_bytes(self) -> int:
-        """The size of the kept block outputs."""
+        """The size of what is kept."""
         return self._prefixes.bytes
 
     def draw(self) -> tuple[int, ...]:
         """The batches of one pull, all different."""
         return tuple(int(i) for i in self._rng.choice(self._step_batches, size=self.batches_per_pull, replace=False))
 
+    def expect(self, pulls: Iterable[tuple[Unit, Sequence[int]]]) -> None:
+        """Say which units will be measured on which batches before the next commit, whatever the answers are."""
+        self._expected = [(unit, i) for unit, batches in pulls for i in batches]
+
     def measure(self, unit: Unit, batches: Sequence[int]) -> tuple[list[float], list[float]]:
         """Base and masked loss of each of the batches, given what is committed (Eq. 16 and 17)."""
+        pairs = [(unit, i) for i in batches]
         self.pulls += 1
-        with torch.inference_mode(), evaluating(self.model), zeroed(self.model, self.committed):
+        self._count([*batches, *pairs])
+        self._kinds.add(unit.kind)
+        with torch.inference_mode(), evaluating(self.model), zeroed_in_parts(self._layers, [self.committed]):
             base = [self._base_loss(i) for i in batches]
-            with zeroed(self.model, [unit]):
-                masked = [self._loss(i, self._prefixes.get(i)[: unit.layer]) for i in batches]
-        return base, masked
+            self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses])
+        return base, [self._masked_losses[pair] for pair in pairs]
 
     def damage(self, unit: Unit) -> float:
         """The paired damage of a unit on freshly drawn batches (Eq. 18)."""
         base, masked = self.measure(unit, self.draw())
         return sum(m - b for m, b in zip(masked, base, strict=True)) / len(base)
 
-    def recall(self, batches: Sequence[int], base_losses: Sequence[float]) -> None:
-        """Take base losses that a journal holds, as if they had been measured here."""
+    def recall(self, unit: Unit, batches: Sequence[int], base_losses: Sequence[float], masked_losses: Sequence[float]) -> None:
+        """Take losses that a journal holds, as if they had been measured here."""
+        pairs = [(unit, i) for i in batches]
         self.pulls += 1
+        self._counted.update([*batches, *pairs])
         self._base_losses.update(zip(batches, base_losses, strict=True))
+        self._masked_losses.update(zip(pairs, masked_losses, strict=True))
 
     def commit(self, unit: Unit) -> None:
         """Keep the unit out from now on. Nothing else ends what is cached."""
         self.committed.append(unit)
-        self._base_losses.clear()
+        self._expected = []
+        self._base_losses, self._masked_losses = {}, {}
+        self._counted = set()
         self._prefixes.cut(unit.layer)
         self._draw_step()
+
+    def _count(self, runs: Iterable[Any]) -> None:
+        """Count the runs that were not asked for before in this step."""
+        new = set(runs) - self._counted
+        self.forwards += len(new)
+        self._counted |= new
 
     def _draw_step(self) -> None:
         self._step_batches: Any = len(self.batches)
         if self.batches_per_step < len(self.batches):
             self._step_batches = self._rng.choice(len(self.batches), size=self.batches_per_step, replace=False)
+            self._prefixes.want(frozenset(self._step_batches.tolist()))
 
     def _base_loss(self, i: int) -> float:
         if i not in self._base_losses:
-            outputs = list(self._prefixes.get(i))
-            # With no cache nothing is recorded either: a whole pass of block outputs may be more than the device holds.
-            with _recorded(self._blocks[len(outputs) :] if self.cache_memory else [], outputs):
-                loss = self._loss(i, outputs[:])
-            self._prefixes.put(i, outputs)
+            with self._prefixes.recorded(i, self._kinds):
+                loss = float(batch_loss(self.model, self.batches[i]))
             if not self.committed and not math.isfinite(loss):
                 raise ModelError(
                     f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
@@ -127,78 +151,31 @@ class DamageMeter:
             self._base_losses[i] = loss
         return self._base_losses[i]
 
-    def _loss(self, i: int, prefix: Sequence[Any]) -> float:
-        """The loss of a batch, from the first block whose output is not given."""
-        self.forwards += 1
-        with _replayed(self._blocks, prefix):
-            return float(batch_loss(self.model, self.batches[i]))
-
-
-class _Prefixes:
-    """The outputs of each batch's first blocks under the committed units; the least recently used batch goes first."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.bytes = 0
-        self.was_full = False
-        self._outputs: OrderedDict[int, list[Any]] = OrderedDict()
-
-    def get(self, batch: int) -> list[Any]:
-        if batch not in self._outputs:
-            return []
-        self._outputs.move_to_end(batch)
-        return self._outputs[batch]
-
-    def put(self, batch: int, outputs: list[Any]) -> None:
-        self.drop(batch)
-        size = _bytes(outputs)
-        self.was_full |= self.bytes + size > self.budget
-        if size > self.budget:
+    def _measure_with_companions(self, pairs: list[tuple[Unit, int]]) -> None:
+        """Measure the masked losses of these units and batches, and in what is left of the stack some that are expected."""
+        if not pairs:
             return
-        while self.bytes + size > self.budget:
-            self.drop(next(iter(self._outputs)))
-        self._outputs[batch] = outputs
-        self.bytes += size
+        ahead = [pair for pair in self._expected if pair not in pairs and pair not in self._masked_losses]
+        nearest = sorted(dict.fromkeys(ahead), key=lambda pair: abs(pair[0].layer - pairs[0][0].layer))
+        companions = nearest[: -len(pairs) % self.stack]
+        alike: dict[Any, list[tuple[Unit, int]]] = defaultdict(list)
+        for unit, i in sorted(pairs + companions, key=lambda pair: pair[0].layer):
+            self._base_loss(i)  # a companion's batch may be new, and its run starts from what its base run leaves
+            alike[_shapes(self.batches[i])].append((unit, i))
+        for together in alike.values():
+            for start in range(0, len(together), self.stack):
+                self._measure_masked(together[start : start + self.stack])
 
-    def drop(self, batch: int) -> None:
-        self.bytes -= _bytes(self._outputs.pop(batch, []))
-
-    def cut(self, layer: int) -> None:
-        """Block `layer` has changed: its outputs and those after it are no longer true."""
-        for outputs in self._outputs.values():
-            self.bytes -= _bytes(outputs[layer:])
-            del outputs[layer:]
-
-
-@contextmanager
-def _recorded(blocks: Sequence[nn.Module], outputs: list[Any]) -> Iterator[None]:
-    """Append what each block gives, in the order in which they run."""
-
-    def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        outputs.append(output)
-
-    handles = [block.register_forward_hook(record) for block in blocks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _replayed(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
-    """Let the first blocks hand back `outputs` instead of running."""
-    replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-    try:
-        for block, output in zip(blocks, outputs, strict=False):
-            replaced.append((block, block.__dict__.get("forward")))  # device maps put a forward of their own there
-            block.forward = lambda *args, _output=output, **kwargs: _output
-        yield
-    finally:
-        for block, forward in replaced:
-            del block.forward
-            if forward is not None:
-                block.forward = forward
+    def _measure_masked(self, pairs: Sequence[tuple[Unit, int]]) -> None:
+        """One run for all of these, sorted by block, on their batches of one shape."""
+        first = pairs[0][0].layer
+        kind = HEAD if any(unit.kind == HEAD for unit, _ in pairs if unit.layer == first) else MLP
+        batches = [self.batches[i] for _, i in pairs]
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(pairs) > 1 else batches[0]
+        masks = zeroed_in_parts(self._layers, [[unit] for unit, _ in pairs])
+        with masks, self._prefixes.resumed([i for _, i in pairs], first, kind):
+            losses = part_losses(self.model, joined, len(pairs))
+        self._masked_losses.update(zip(pairs, losses.tolist(), strict=True))
 
 
 def free_memory(device: torch.device) -> int:
@@ -210,7 +187,5 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _bytes(output: Any) -> int:
-    if isinstance(output, Tensor):
-        return output.numel() * output.element_size()
-    return sum(_bytes(item) for item in output) if isinstance(output, list | tuple) else 0
+def _shapes(batch: Batch) -> tuple[Any, ...]:
+    return tuple((name, tensor.shape) for name, tensor in sorted(batch.items()))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from secateur.losses import IGNORED, Batch, evaluating, predict, row_losses
+from secateur.losses import IGNORED, Batch, evaluating, row_losses
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], progress: Callable[[int
     loss_sum, rows, in_top1, in_top5, words, words_right = 0.0, 0, 0, 0, 0, 0
     with torch.inference_mode(), evaluating(model):
         for i, batch in enumerate(batches):
-            logits, labels = predict(model, batch)
-            total, n = float(row_losses(logits, labels).sum()), int((labels != IGNORED).sum())
+            found, labels, best = row_losses(model, batch, best=not text or "last_word" in batch)
+            total, n = float(found.sum()), int((labels != IGNORED).sum())
             if not n:
                 continue  # nothing is predicted here
             losses.append(total / n)
             loss_sum, rows = loss_sum + total, rows + n
-            if not text:
-                top = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
-                in_top1, in_top5 = in_top1 + int(top[:, 0].sum()), in_top5 + int(top.sum())
-            elif "last_word" in batch:
+            right = best == labels[:, None] if best is not None else None  # (rows, 1 or 5)
+            if right is not None and not text:
+                in_top1, in_top5 = in_top1 + int(right[:, 0].sum()), in_top5 + int(right.sum())
+            elif right is not None:
                 last = batch["last_word"][:, 1:].to(labels.device)  # the first token is predicted by nothing
-                right = ((logits.argmax(-1) == labels).view(last.shape) | ~last).all(-1)  # a word is right when all of it is
+                right = (right.view(last.shape) | ~last).all(-1)  # a word is right when all of it is
                 words, words_right = words + int(last.any(-1).sum()), words_right + int((right & last.any(-1)).sum())
             if progress:
                 progress(i + 1, len(batches))

@@ -6,7 +6,7 @@ which family it is. To add one, see docs/add-a-family.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,7 @@ class Layer:
 
     name: str
     block: nn.Module
+    attention: nn.Module
     qkv: tuple[nn.Module, ...]
     out: nn.Module
     mlp_in: tuple[nn.Module, ...]
@@ -233,7 +234,7 @@ def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GRO
     )
 
 
-def layer_of(layers: tuple[Layer, ...], unit: Unit) -> Layer:
+def layer_of(layers: Sequence[Layer], unit: Unit) -> Layer:
     if unit.layer >= len(layers):
         raise SelectionError(f"There is no unit {unit}: the model has {len(layers)} blocks, counted from 0.")
     return layers[unit.layer]
@@ -264,6 +265,7 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
     return Layer(
         name=name,
         block=block,
+        attention=attention,
         qkv=qkv,
         out=out,
         mlp_in=mlp_in,

@@ -1,13 +1,17 @@
 """From a batch to losses: the one place that calls a model (Eq. 16).
 
 A batch is a dict of tensors: `input_ids` and `labels` (-100 where nothing is to be predicted) for text, `pixel_values`
-and `labels` for images.
+and `labels` for images. A row is a predicted token, or an image.
+
+The logits of a text are never held whole: a language model's output layer is run by pieces of the vocabulary, each of which
+stays in the processor's cache, and the pieces' log-sum-exps are put together. 1,024 positions of 152k tokens would be 600 MB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +19,16 @@ from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]
 IGNORED = -100
+PIECE = {"cpu": 2**20}  # logits in a piece: 4 MiB of float32 stay in a CPU's cache, other devices want large matrices
+LARGE_PIECE = 2**25
+
+
+class Rows(NamedTuple):
+    """What a model makes of the rows of a batch."""
+
+    losses: Tensor  # (rows,) cross-entropy in float32; 0 where the label is -100
+    labels: Tensor  # (rows,)
+    best: Tensor | None = None  # (rows, 1 or 5) the classes it ranks highest, if they were asked for
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -33,8 +47,53 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `forward` take the place of the module's own while the block lasts."""
+    own = module.__dict__.get("forward")  # device maps put a forward of their own there
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """L(B): the mean loss of a batch over its predicted tokens, or its images (Eq. 16)."""
+    return part_losses(model, batch, 1)[0]
+
+
+def part_losses(model: nn.Module, batch: Batch, parts: int) -> Tensor:
+    """L(B) of each of the equal parts, one after another, that a batch is made of."""
+    losses, labels, _ = row_losses(model, batch)
+    return losses.view(parts, -1).sum(1) / (labels.view(parts, -1) != IGNORED).sum(1)
+
+
+def row_losses(model: nn.Module, batch: Batch, *, best: bool = False) -> Rows:
+    """The loss of each row of a batch; `best` asks for the highest class of a token, the five highest of an image."""
+    if "input_ids" not in batch:
+        logits, labels = predict(model, batch)
+        top = logits.topk(min(5, logits.shape[-1])).indices if best else None
+        return Rows(_cross_entropy(logits, labels), labels, top)
+    head = output_layer(model)
+    if head is None:
+        logits, labels = predict(model, batch)
+        return Rows(_cross_entropy(logits, labels), labels, logits.argmax(-1, keepdim=True) if best else None)
+    hidden: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        hidden.append(x)
+        return x[..., :0]  # no logits; the model's own forward goes on with none
+
+    with standing_in(head, keep):
+        _, labels = predict(model, batch)
+    return _losses_by_pieces(model, head, hidden[0][:, :-1].flatten(0, 1), labels, best=best)
+
+
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (rows, classes) and labels (rows,) of a batch; a row is a predicted token, or an image."""
+    """Logits (rows, classes) and labels (rows,) of a batch."""
     device = device_of(model)
     labels = batch["labels"].to(device)
     if "input_ids" in batch:
@@ -45,12 +104,43 @@ def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return output if isinstance(output, Tensor) else output.logits, labels
 
 
-def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each row in float32; 0 where the label is -100."""
+def output_layer(model: nn.Module) -> nn.Linear | None:
+    """The layer that gives a language model's logits, if it is a plain one whose weights are at hand."""
+    network: Any = model
+    head = network.get_output_embeddings() if hasattr(network, "get_output_embeddings") else None
+    if type(head) is not nn.Linear or head.weight.is_meta or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    return head
+
+
+def _losses_by_pieces(model: nn.Module, head: nn.Linear, hidden: Tensor, labels: Tensor, *, best: bool) -> Rows:
+    """Cross-entropy of each row as log-sum-exp minus the label's logit, both gathered over pieces of the vocabulary."""
+    hidden = hidden.to(head.weight.device)
+    labels = labels.to(hidden.device)
+    n_rows, n_classes = len(hidden), head.out_features
+    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)  # Gemma's, applied after the output layer
+    width = max(1, PIECE.get(hidden.device.type, LARGE_PIECE) // max(1, n_rows))
+    sums: list[Tensor] = []
+    chosen = hidden.new_zeros(n_rows, dtype=torch.float32)
+    top = hidden.new_full((n_rows,), -torch.inf, dtype=torch.float32)
+    guess = torch.full_like(labels, -1)
+    for start in range(0, n_classes, width):
+        stop = min(start + width, n_classes)
+        bias = None if head.bias is None else head.bias[start:stop]
+        logits = F.linear(hidden, head.weight[start:stop], bias)  # (rows, classes of the piece)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        logits = logits.float()
+        sums.append(logits.logsumexp(-1))
+        here = (labels >= start) & (labels < stop)
+        chosen = torch.where(here, logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0], chosen)
+        if best:
+            highest, index = logits.max(-1)
+            guess = torch.where(highest > top, index + start, guess)
+            top = torch.maximum(top, highest)
+    losses = torch.stack(sums).logsumexp(0) - chosen
+    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, guess[:, None] if best else None)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
-
-
-def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """L(B): the mean loss of a batch over its predicted tokens, or its images (Eq. 16)."""
-    logits, labels = predict(model, batch)
-    return row_losses(logits, labels).sum() / (labels != IGNORED).sum()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from secateur import jsonio
 from secateur.errors import SelectionError, SettingError, first_line
 from secateur.journal import Journal
-from secateur.policies import ArmStats, Greedy, Policy, reward
+from secateur.policies import UCB, ArmStats, Greedy, Policy, reward
 from secateur.streams import POLICY, POOLS, stream
 from secateur.units import Unit, n_selected
 
@@ -31,7 +31,10 @@ class Meter(Protocol):
 
     def draw(self) -> tuple[int, ...]: ...
     def measure(self, unit: Unit, batches: Sequence[int]) -> tuple[list[float], list[float]]: ...
-    def recall(self, batches: Sequence[int], base_losses: Sequence[float]) -> None: ...
+    def expect(self, pulls: Iterable[tuple[Unit, Sequence[int]]]) -> None: ...
+    def recall(
+        self, unit: Unit, batches: Sequence[int], base_losses: Sequence[float], masked_losses: Sequence[float]
+    ) -> None: ...
     def commit(self, unit: Unit) -> None: ...
     @property
     def forwards(self) -> int: ...
@@ -230,9 +233,12 @@ def select(
         common = meter.draw() if greedy else None
         stats = ArmStats(len(pool))  # fresh every step: nothing to reset, nothing to forget
         n_pulls = len(pool) if greedy else pulls_per_step
+        draws = [common or meter.draw() for _ in range(n_pulls)]
+        if isinstance(policy, UCB | Greedy):  # they pull each arm once, in the pool's order, whatever the answers
+            meter.expect(zip(pool, draws, strict=False))
         for i in range(n_pulls):
             arm = policy.choose(stats, policy_rng)
-            made = _pull(meter, journal, step, pool[arm], common or meter.draw(), temperature)
+            made = _pull(meter, journal, step, pool[arm], draws[i], temperature)
             trace.append(made)
             # A base loss that is not finite is the fault of what was committed before, not of this unit's mask.
             blameless = math.isfinite(made.damage) or not all(map(math.isfinite, made.base_losses))
@@ -259,7 +265,7 @@ def _pull(meter: Meter, journal: Journal | None, step: int, unit: Unit, batches:
             made = Pull.from_json(recorded)
         except (KeyError, TypeError, ValueError) as error:
             raise journal.edited() from error
-        meter.recall(made.batches, made.base_losses)
+        meter.recall(made.unit, made.batches, made.base_losses, made.masked_losses)
         return made
     before = meter.forwards
     base, masked = meter.measure(unit, batches)

@@ -3,52 +3,58 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateur.families import anatomy, layer_of
+from secateur.families import Layer, anatomy, layer_of
 from secateur.units import Unit
 
 
-@contextmanager
-def zeroed(model: nn.Module, units: Iterable[Unit]) -> Iterator[None]:
+def zeroed(model: nn.Module, units: Iterable[Unit]) -> AbstractContextManager[None]:
     """Zero the outputs of `units` while the block lasts; blocks may be nested.
 
     >>> with zeroed(model, [Unit("head", 0, 3)]):
     ...     logits = model(**batch).logits
     """
-    layers = anatomy(model)
-    dropped: dict[nn.Module, list[range]] = defaultdict(list)
-    for unit in units:
-        layer = layer_of(layers, unit)
-        dropped[layer.projection(unit)].append(layer.channels(unit))
+    return zeroed_in_parts(anatomy(model), [list(units)])
+
+
+@contextmanager
+def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) -> Iterator[None]:
+    """The same with other units for each of the equal parts, one after another, that the batches are made of."""
+    dropped: dict[nn.Module, list[tuple[int, range]]] = defaultdict(list)
+    for part, units in enumerate(parts):
+        for unit in units:
+            layer = layer_of(layers, unit)
+            dropped[layer.projection(unit)].append((part, layer.channels(unit)))
     handles = []
     try:
         for projection, ranges in dropped.items():
-            handles.append(projection.register_forward_pre_hook(_zeroing_hook(ranges)))
+            handles.append(projection.register_forward_pre_hook(_zeroing_hook(len(parts), ranges)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _zeroing_hook(ranges: list[range]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _zeroing_hook(n_parts: int, ranges: list[tuple[int, range]]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     mask: Tensor | None = None
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         nonlocal mask
-        x = args[0]  # (..., channels)
+        x = args[0]  # (rows, ..., channels); where rows are windows or tokens, those of a part still lie together
         if mask is None or mask.device != x.device:
             with torch.inference_mode(False):  # the first pass may be in inference mode and a later one want gradients
-                mask = torch.zeros(x.shape[-1], dtype=torch.bool)
-                for channels in ranges:
-                    mask[channels.start : channels.stop] = True
+                mask = torch.zeros(n_parts, x.shape[-1], dtype=torch.bool)
+                for part, channels in ranges:
+                    mask[part, channels.start : channels.stop] = True
                 mask = mask.to(x.device)
+        parts = x.unflatten(0, (n_parts, len(x) // n_parts))
         # Filled rather than multiplied by 0: an infinite activation of a removed unit must not turn into nan.
-        return (x.masked_fill(mask, 0), *args[1:])
+        return (parts.masked_fill(mask.view(n_parts, *[1] * (x.dim() - 1), -1), 0).flatten(0, 1), *args[1:])
 
     return hook

@@ -1,0 +1,199 @@
+"""What the blocks gave on each batch, kept within a memory budget, and how a run starts from it.
+
+A unit in block l leaves everything before the projection it enters as it was. A run for it therefore starts there: the blocks
+before l are passed over, block l gets the input that block l-1 gave it, and inside block l the attention (for a head), or the
+attention and the first half of the MLP (for a group), hand back what they gave. The model's own forward runs around all this.
+
+When memory runs short, what saves the least for its size goes first: the batches of earlier steps, then what is kept inside the
+blocks (it saves part of one block), then every second block output (a run starts a block earlier), then whole batches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateur.families import Layer
+from secateur.losses import standing_in
+from secateur.units import HEAD, MLP
+
+
+@dataclass
+class Kept:
+    """What one block gave on one batch; None is not kept."""
+
+    output: Any = None
+    entering: dict[str, Tensor] = field(default_factory=dict)  # by kind of unit: the input of the projection they enter
+    attention: Tensor | None = None  # what the attention gave
+
+    @property
+    def bytes(self) -> int:
+        """What it holds in memory: a view keeps all of what it looks at."""
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        held = [x.untyped_storage() for x in (*outputs, *self.entering.values(), self.attention) if x is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+class Prefixes:
+    """The kept outputs of all batches, under the committed units."""
+
+    def __init__(self, layers: Sequence[Layer], budget: int) -> None:
+        self.layers = layers
+        self.budget = budget
+        self.bytes = 0
+        self.was_full = False
+        self._inside = True  # whether there is room for what is kept inside the blocks
+        self._stride = 1  # every how many blocks an output is kept
+        self._wanted: frozenset[int] | None = None  # the batches that this step draws from; None: all
+        self._kept: OrderedDict[int, dict[int, Kept]] = OrderedDict()  # by batch, least recently used first; then by block
+        self._wrapped: dict[nn.Module, int] = {}  # how many things an attention gives, where it gives a tuple
+
+    def want(self, batches: frozenset[int] | None) -> None:
+        """From now on these batches are more useful than the others."""
+        self._wanted = batches
+
+    def cut(self, layer: int) -> None:
+        """Block `layer` has changed: what it and those after it gave is no longer true."""
+        for blocks in self._kept.values():
+            for i in [i for i in blocks if i >= layer]:
+                self.bytes -= blocks.pop(i).bytes
+
+    @contextmanager
+    def recorded(self, batch: int, kinds: Set[str]) -> Iterator[None]:
+        """Run a batch from the first block whose output is not kept, and keep what the blocks give, for units of `kinds`."""
+        if not self.budget:
+            yield
+            return
+        blocks = self._kept.setdefault(batch, {})
+        start = 1 + max((i for i, kept in blocks.items() if kept.output is not None), default=-1)
+        with ExitStack() as stack:
+            stack.enter_context(self.resumed([batch], start))
+            for i in range(start, len(self.layers)):
+                self._record(stack, batch, i, kinds)
+            yield
+
+    @contextmanager
+    def resumed(self, batches: Sequence[int], at: int, kind: str | None = None) -> Iterator[None]:
+        """Start a run, of one batch or of several in one, as near before block `at` as what is kept allows.
+
+        With a `kind`, the run is for units of that kind in block `at` or after it, and starts inside the block.
+        """
+        kept = [self._kept.get(batch, {}) for batch in batches]
+        for batch in self._kept.keys() & set(batches):
+            self._kept.move_to_end(batch)
+        last = max((i for i in range(at) if all(i in blocks and blocks[i].output is not None for blocks in kept)), default=-1)
+        with ExitStack() as stack:
+            if last >= 0:
+                output = _join([blocks[last].output for blocks in kept])
+                for layer in self.layers[:last]:  # what these hand on is looked at by nobody, and only needs the right shape
+                    stack.enter_context(standing_in(layer.block, _hand_on(output)))
+                stack.enter_context(standing_in(self.layers[last].block, lambda *args, **options: output))
+            if kind and last == at - 1 and all(at in blocks and kind in blocks[at].entering for blocks in kept):
+                self._start_inside(stack, self.layers[at], [blocks[at] for blocks in kept], kind)
+            yield
+
+    def _start_inside(self, stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: str) -> None:
+        entering = _join([one.entering[kind] for one in kept])
+        n_given = self._wrapped.get(layer.attention, 0)
+
+        def attend(*args: Any, **options: Any) -> Any:
+            given = layer.out(entering) if kind == HEAD else _join([one.attention for one in kept])
+            return (given, *[None] * (n_given - 1)) if n_given else given
+
+        stack.enter_context(standing_in(layer.attention, attend))
+        if kind == HEAD:
+            return
+        for projection in layer.mlp_in:
+            # Anything of the right shape: the activation may run over it, and the projection gets what is kept.
+            stack.enter_context(standing_in(projection, lambda x: x.new_zeros(1).expand(*x.shape[:-1], layer.mlp_width)))
+        hook = layer.mlp_out.register_forward_pre_hook(lambda module, args: (entering, *args[1:]), prepend=True)
+        stack.callback(hook.remove)
+
+    def _record(self, stack: ExitStack, batch: int, i: int, kinds: Set[str]) -> None:
+        layer, kept = self.layers[i], Kept()
+        projected: Tensor | None = None
+
+        def gave(module: nn.Module, args: Any, output: Any) -> None:
+            # Nobody starts after the last block.
+            kept.output = output if i + 1 < len(self.layers) and (i + 1) % self._stride == 0 else None
+            self._put(batch, i, kept)
+
+        def entered_out(module: nn.Module, args: Any, output: Tensor) -> None:
+            nonlocal projected
+            projected = output
+            if HEAD in kinds:
+                kept.entering[HEAD] = args[0]
+
+        def entered_mlp_out(module: nn.Module, args: Any) -> None:
+            kept.entering[MLP] = args[0]
+
+        def attended(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, tuple):
+                self._wrapped[module], output = len(output), output[0]
+            if projected is None or output.data_ptr() != projected.data_ptr() or output.shape != projected.shape:
+                kept.entering.pop(HEAD, None)  # something follows the projection in there: it cannot be passed over
+            if MLP in kinds:
+                kept.attention = output
+
+        hooks = [layer.block.register_forward_hook(gave)]
+        if self._inside:
+            hooks += [layer.attention.register_forward_hook(attended), layer.out.register_forward_hook(entered_out)]
+            if MLP in kinds:
+                hooks.append(layer.mlp_out.register_forward_pre_hook(entered_mlp_out))
+        for hook in hooks:
+            stack.callback(hook.remove)
+
+    def _put(self, batch: int, i: int, kept: Kept) -> None:
+        blocks = self._kept[batch]
+        self.bytes -= blocks.pop(i, Kept()).bytes
+        blocks[i] = kept
+        self.bytes += kept.bytes
+        while self.bytes > self.budget:
+            self._drop_least_useful(batch, i)
+            self.bytes = sum(one.bytes for blocks in self._kept.values() for one in blocks.values())
+
+    def _drop_least_useful(self, batch: int, i: int) -> None:
+        """Make room for block `i` of the `batch` that is being recorded."""
+        others = [other for other in self._kept if other != batch]
+        stale = [other for other in others if self._wanted is not None and other not in self._wanted]
+        if stale:
+            del self._kept[stale[0]]
+            return
+        self.was_full = True
+        if not self._inside and 2 * self._stride > len(self.layers) / 2:  # thinner than that, fewer batches are worth more
+            if others:
+                del self._kept[others[0]]
+            else:
+                del self._kept[batch][i]
+            return
+        if self._inside:
+            self._inside = False
+        else:
+            self._stride *= 2
+        for blocks in self._kept.values():
+            for j, kept in list(blocks.items()):
+                blocks[j] = Kept(output=kept.output if (j + 1) % self._stride == 0 else None)
+
+
+def _hand_on(like: Any) -> Callable[..., Any]:
+    """A block that gives what it gets, in the form of `like`."""
+
+    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        return (hidden_states, *[None] * (len(like) - 1)) if isinstance(like, tuple) else hidden_states
+
+    return forward
+
+
+def _join(items: Sequence[Any]) -> Any:
+    """Tensors of several batches one after another; in tuples, each with its like."""
+    if len(items) == 1 or items[0] is None:
+        return items[0]
+    if isinstance(items[0], tuple):
+        return tuple(_join(column) for column in zip(*items, strict=True))
+    return torch.cat(list(items))
