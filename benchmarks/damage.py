@@ -33,12 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pulls", type=int, default=12, help="a row")
     parser.add_argument("--stack", type=int, default=1)
+    parser.add_argument("--lanes", type=int)
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--selection", action="store_true")
     parser.add_argument("--steps", type=int, default=0, help="only the first steps of the selection")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    print(f"{torch.get_num_threads()} threads, {given.pulls} pulls a row, stack {given.stack}\n")
+    options = {"stack": given.stack, "lanes": given.lanes}
+    print(f"{torch.get_num_threads()} threads, {given.pulls} pulls a row, {options}\n")
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -53,9 +55,9 @@ def main() -> None:
         if not model.startswith("shape:") and not Path(model).exists():
             print(f"{name} is left out: there is no {model}.", file=sys.stderr)
             continue
-        add(compare_pulls(open_model(model), name, target=target, pulls=given.pulls, stack=given.stack))
+        add(compare_pulls(open_model(model), name, target=target, pulls=given.pulls, **options))
     if given.selection:
-        add(compare_selection(open_model(SMOLLM2), "SmolLM2-135M selection", steps=given.steps, stack=given.stack))
+        add(compare_selection(open_model(SMOLLM2), "SmolLM2-135M selection", steps=given.steps, **options))
 
 
 if __name__ == "__main__":

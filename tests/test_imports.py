@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "secateur"
 MODULES = sorted(".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py"))
 
 CORE = {"errors", "units", "streams", "jsonio", "journal", "policies", "selection"}
-MODEL = {"families", "zeroing", "accounting", "losses", "prefixes", "damage", "scores", "models"}
+MODEL = {"families", "zeroing", "accounting", "losses", "prefixes", "lanes", "damage", "scores", "models"}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -27,13 +27,15 @@ ALLOWED: dict[str, set[str]] = {
     "accounting": {"errors", "units", "families"},
     "losses": set(),
     "prefixes": {"units", "families", "losses"},
-    "damage": {"errors", "units", "families", "zeroing", "losses", "prefixes", "streams"},
+    "damage": {"errors", "units", "families", "zeroing", "losses", "prefixes", "lanes", "streams"},
+    "lanes": {"units", "families", "losses", "zeroing"},
     "scores": {"errors", "units", "families", "zeroing", "losses", "streams"},
     "models": {"errors", "families"},
     "data": {"errors", "families", "losses", "models", "streams", "units"},
     "evaluate": {"errors", "losses", "units", "zeroing", "data", "accounting"},
+    "bench": CORE | MODEL,
     "prune": CORE | MODEL | {"data", "evaluate"},
-    "cli": CORE | MODEL | {"data", "evaluate", "prune", "__init__"},
+    "cli": CORE | MODEL | {"data", "evaluate", "bench", "prune", "__init__"},
     "__init__": CORE | MODEL | {"data", "evaluate", "prune"},
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from secateur.damage import DamageMeter
+from secateur.errors import SettingError, not_one_of
 from secateur.families import anatomy, candidate_units, task_of
 from secateur.losses import Batch, batch_loss, device_of
 from secateur.models import DTYPES, load, load_shapes, resolve_device
@@ -33,6 +34,7 @@ T = TypeVar("T")
 Told = Callable[[int, int], None]  # pulls made, of how many
 
 SHAPE = "shape:"  # before the name of a model that Secateur knows: random weights in its shape
+DEFAULT_MODELS = ("shape:gpt2", "shape:swin_tiny_patch4_window7_224")
 TEXTS, TOKENS, IMAGES = 4, 128, 8  # in a batch
 N_BATCHES, BATCHES_PER_PULL, BATCHES_PER_STEP, PULLS_PER_STEP = 128, 2, 8, 32
 
@@ -86,10 +88,12 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def open_model(name: str, *, device: str = "auto", dtype: str = "float32") -> nn.Module:
+def open_model(name: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False) -> nn.Module:
     """A model by name, or with random weights: `shape:gpt2`."""
     if not name.startswith(SHAPE):
-        return load(name, device=device, dtype=dtype)[0]
+        return load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)[0]
+    if dtype not in DTYPES:
+        raise not_one_of("dtype", dtype, DTYPES)
     model = load_shapes(name.removeprefix(SHAPE)).to_empty(device="cpu").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -101,21 +105,24 @@ def open_model(name: str, *, device: str = "auto", dtype: str = "float32") -> nn
 
 
 def compare_pulls(
-    model: nn.Module, name: str, *, target: str = HEAD, pulls: int = 12, stack: int = 1, progress: Told | None = None
+    model: nn.Module, name: str, *, target: str = HEAD, pulls: int = 12, progress: Told | None = None, **options: Any
 ) -> Row:
-    """Pulls of units spread over the model, with warm base runs.
+    """Pulls of units spread over the model, announced as UCB and greedy announce theirs, with warm base runs.
 
-    With a `stack` above 1 the units are announced, as UCB and greedy announce theirs.
+    The `options` are the meter's: stack, lanes, cache_memory.
     """
+    if pulls < 1:
+        raise SettingError(f"The pulls are {pulls}, but must be at least 1.")
     batches = random_batches(model, BATCHES_PER_PULL)
     drawn = tuple(range(BATCHES_PER_PULL))
-    units = candidate_units(model, target)
-    chosen = [units[i] for i in np.linspace(0, len(units) - 1, pulls).astype(int)]
+    first, *units = candidate_units(model, target)  # the first one warms up; a unit measured twice would cost nothing
+    chosen = [units[i] for i in np.linspace(0, len(units) - 1, min(pulls, len(units))).astype(int)]
+    pulls = len(chosen)
     clock = _Clock(model)
 
-    def warm_meter() -> DamageMeter:
-        meter = DamageMeter(model, batches, batches_per_pull=BATCHES_PER_PULL, stack=stack)
-        meter.measure(units[1], drawn)
+    def warm_meter(**more: Any) -> DamageMeter:
+        meter = DamageMeter(model, batches, batches_per_pull=BATCHES_PER_PULL, **options | more)
+        meter.measure(first, drawn)
         meter.expect((unit, drawn) for unit in chosen)
         return meter
 
@@ -128,7 +135,7 @@ def compare_pulls(
         difference = max(difference, _difference(expected, found))
         if progress:
             progress(i + 1, pulls)
-    meter = warm_meter()
+    meter = warm_meter(lanes=1)  # the same runs, in this thread, which is the one that the counter sees
     least = FlopTable(model, batches[0])
     return Row(
         name=name,
@@ -143,7 +150,7 @@ def compare_pulls(
     )
 
 
-def compare_selection(model: nn.Module, name: str, *, steps: int = 0, stack: int = 1, progress: Told | None = None) -> Row:
+def compare_selection(model: nn.Module, name: str, *, steps: int = 0, progress: Told | None = None, **options: Any) -> Row:
     """A search by UCB from a cold start: a tenth of the heads, or the first `steps`; 32 pulls a step from 8 batches.
 
     What the plain way takes is measured on one pull a step, under the units committed so far.
@@ -168,7 +175,7 @@ def compare_selection(model: nn.Module, name: str, *, steps: int = 0, stack: int
     ratio = steps / len(units) if steps else 0.10
     k = n_selected(ratio, len(units))
     plain_pull(model, batches[:BATCHES_PER_PULL], units[0])
-    meter = Sampled(model, batches, batches_per_pull=BATCHES_PER_PULL, batches_per_step=BATCHES_PER_STEP, stack=stack)
+    meter = Sampled(model, batches, batches_per_pull=BATCHES_PER_PULL, batches_per_step=BATCHES_PER_STEP, **options)
     trace = select(meter, units, policy=UCB(), ratio=ratio, pulls_per_step=PULLS_PER_STEP).trace
     least = FlopTable(model, batches[0]).searched(trace, meter.committed) / len(trace)
     return Row(

@@ -20,8 +20,9 @@ from rich.table import Table
 
 from secateur import jsonio, selection as search
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
+from secateur.bench import DEFAULT_MODELS, compare_pulls, compare_selection, markdown, open_model as open_bench_model
 from secateur.data import BUILTIN
-from secateur.errors import OutputError, SecateurError, SettingError
+from secateur.errors import OutputError, SecateurError, SettingError, not_one_of
 from secateur.evaluate import evaluate as evaluate_model
 from secateur.families import anatomy, candidate_units, family_of, task_of
 from secateur.journal import Journal
@@ -158,6 +159,20 @@ CacheMemory = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+Stack = Annotated[
+    int,
+    typer.Option(
+        help="Masked runs made as one on a larger batch; may pay on a GPU, see secateur bench --stack.", rich_help_panel=MACHINE
+    ),
+]
+Lanes = Annotated[
+    int,
+    typer.Option(
+        help="Runs that go side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere]",
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings along.", rich_help_panel=MACHINE)
 ]
@@ -201,6 +216,8 @@ def prune(
     device: Device = Settings.device,
     dtype: Dtype = Settings.dtype,
     cache_memory: CacheMemory = AUTO,
+    stack: Stack = Settings.stack,
+    lanes: Lanes = AUTO,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -218,6 +235,7 @@ def prune(
             evaluation_size=evaluation_size,
             evaluation_batches=evaluation_batches,
             cache_memory=_gibibytes(cache_memory),
+            lanes=_lanes(lanes),
             trust_remote_code=trust_remote_code,
             watcher=watcher,
         )
@@ -253,13 +271,15 @@ def select(
     device: Device = Settings.device,
     dtype: Dtype = Settings.dtype,
     cache_memory: CacheMemory = AUTO,
+    stack: Stack = Settings.stack,
+    lanes: Lanes = AUTO,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose units and write them to a file; `evaluate` judges them."""
     settings = make_settings(**{name: value for name, value in locals().items() if name in SETTINGS})
     settings.check()
-    memory = _gibibytes(cache_memory)
+    machine: dict[str, Any] = {"cache_memory": _gibibytes(cache_memory), "lanes": _lanes(lanes)}
     if out.is_dir():
         raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'selection.json'}.")
     check_place(out.absolute().parent)
@@ -271,7 +291,7 @@ def select(
         ours = run_settings(network, settings, batches)
         refuse_other_selection(out, ours)
         with Journal(out.with_name(out.name.removesuffix(".json") + ".journal.jsonl"), ours) as journal:
-            selection = choose_units(network, batches, settings, cache_memory=memory, journal=journal, watcher=watcher)
+            selection = choose_units(network, batches, settings, **machine, journal=journal, watcher=watcher)
     selection.save(out)
     if as_json:
         fields = selection.to_json()
@@ -393,6 +413,55 @@ def units(
     stdout.print(f"A ratio of {ratio:g} selects {k:,} ({k / len(candidates):.2%}): {percent} of the parameters.")
 
 
+@app.command()
+def bench(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Models as elsewhere, or shape:NAME for random weights. [default: the shapes of GPT-2 and Swin-Tiny]",
+            show_default=False,
+        ),
+    ] = None,
+    target: Target = Settings.target,
+    pulls: Annotated[int, typer.Option(help="Measurements to compare.", rich_help_panel=SEARCH)] = 12,
+    selection: Annotated[
+        bool, typer.Option("--selection", help="A whole search from a cold start instead.", rich_help_panel=SEARCH)
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Only the first steps of that search; 0 is all.", rich_help_panel=SEARCH)] = 0,
+    device: Device = Settings.device,
+    dtype: Dtype = Settings.dtype,
+    cache_memory: CacheMemory = AUTO,
+    stack: Stack = Settings.stack,
+    lanes: Lanes = AUTO,
+    trust_remote_code: Trust = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows to this file.", rich_help_panel=MACHINE)
+    ] = None,
+) -> None:
+    """How fast damage is measured on this machine, against calling the model twice for every measurement."""
+    options = {"cache_memory": _gibibytes(cache_memory), "stack": stack, "lanes": _lanes(lanes)}
+    if target not in TARGETS:
+        raise not_one_of("target", target, TARGETS)
+    if json_file:
+        if json_file.is_dir():
+            raise OutputError(f"{json_file} is a folder; name the file to write, such as {json_file / 'bench.json'}.")
+        check_place(json_file.absolute().parent)
+    rows = []
+    with _Bars() as watcher:
+        for name in models or DEFAULT_MODELS:
+            watcher.stage(f"loading {name}")
+            network = open_bench_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+            watcher.stage(f"measuring {name}")
+            title = f"{Path(name).name} {'selection' if selection else target}"
+            if selection:
+                rows.append(compare_selection(network, title, steps=steps, progress=watcher.evaluated, **options))
+            else:
+                rows.append(compare_pulls(network, title, target=target, pulls=pulls, progress=watcher.evaluated, **options))
+    stdout.print(markdown(rows))
+    if json_file:
+        jsonio.write_text(json_file, jsonio.dumps({"rows": [row.to_json() for row in rows]}, indent=1) + "\n")
+
+
 def _check_record_place(out: Path, same: dict[str, Any]) -> None:
     """Refuse, before any work, a place for an evaluation that is a folder or holds something other than this evaluation."""
     check_place(out.absolute().parent)
@@ -405,6 +474,12 @@ def _check_record_place(out: Path, same: dict[str, Any]) -> None:
         ours = False
     if not ours:
         raise OutputError(f"{out} holds something else and is not overwritten; choose another place with -o.")
+
+
+def _lanes(lanes: int) -> int | None:
+    if lanes != AUTO and lanes < 1:
+        raise SettingError(f"The lanes are {lanes}, but must be at least 1.")
+    return None if lanes == AUTO else lanes
 
 
 def _gibibytes(memory: float) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -18,7 +18,8 @@ from torch import nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.families import anatomy
-from secateur.losses import Batch, batch_loss, device_of, evaluating, part_losses
+from secateur.lanes import Lane, Lanes
+from secateur.losses import Batch, batch_loss, device_of, part_losses
 from secateur.prefixes import Prefixes
 from secateur.streams import BATCHES, stream
 from secateur.units import HEAD, MLP, Unit
@@ -30,7 +31,8 @@ class DamageMeter:
 
     `cache_memory` bounds the bytes of what is kept; by default half of the memory that is free. `batches_per_step` lets the
     pulls between two commits share that many batches, drawn anew after each commit; 0 draws from all of them. `stack` is how
-    many masked runs are made as one, on a batch that many times as large; `expect` tells which may go together.
+    many masked runs are made as one, on a batch that many times as large; `lanes` is how many go side by side, each with its
+    share of the threads (by default 2 on a CPU that has as many). `expect` tells which may go together.
 
     >>> meter = DamageMeter(model, batches, batches_per_pull=2, seed=42)
     >>> meter.damage(Unit("head", 0, 3))
@@ -45,6 +47,7 @@ class DamageMeter:
         batches_per_step: int = 0,
         cache_memory: int | None = None,
         stack: int = 1,
+        lanes: int | None = None,
         seed: int = 42,
     ) -> None:
         self.batches_per_step = batches_per_step or len(batches)
@@ -56,19 +59,20 @@ class DamageMeter:
             raise SettingError(
                 f"The batches per pull are {batches_per_pull}, but must be 1 to {self.batches_per_step}, those to draw from."
             )
-        if stack < 1:
-            raise SettingError(f"The stack is {stack}, but must be at least 1.")
+        for name, value in (("stack is", stack), ("lanes are", lanes)):
+            if value is not None and value < 1:
+                raise SettingError(f"The {name} {value}, but must be at least 1.")
         self.model = model
         self.batches = batches
         self.batches_per_pull = batches_per_pull
         self.stack = stack
+        self._lanes = Lanes(model, default_lanes(model) if lanes is None else lanes)
         self.committed: list[Unit] = []
         self.pulls = 0
         self.forwards = 0  # a stacked run counts as one for each of its batches
         self.cache_memory = free_memory(device_of(model)) // 2 if cache_memory is None else cache_memory
         self._rng = stream(seed, BATCHES)
-        self._layers = anatomy(model)
-        self._prefixes = Prefixes(self._layers, self.cache_memory)
+        self._prefixes = Prefixes(len(anatomy(model)), self.cache_memory)
         self._kinds: set[str] = set()  # of the units measured so far
         self._base_losses: dict[int, float] = {}  # these three are of the present step
         self._masked_losses: dict[tuple[Unit, int], float] = {}
@@ -100,10 +104,8 @@ class DamageMeter:
         self.pulls += 1
         self._count([*batches, *pairs])
         self._kinds.add(unit.kind)
-        with torch.inference_mode(), evaluating(self.model), zeroed_in_parts(self._layers, [self.committed]):
-            base = [self._base_loss(i) for i in batches]
-            self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses])
-        return base, [self._masked_losses[pair] for pair in pairs]
+        self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses], batches)
+        return [self._base_losses[i] for i in batches], [self._masked_losses[pair] for pair in pairs]
 
     def damage(self, unit: Unit) -> float:
         """The paired damage of a unit on freshly drawn batches (Eq. 18)."""
@@ -139,43 +141,45 @@ class DamageMeter:
             self._step_batches = self._rng.choice(len(self.batches), size=self.batches_per_step, replace=False)
             self._prefixes.want(frozenset(self._step_batches.tolist()))
 
-    def _base_loss(self, i: int) -> float:
-        if i not in self._base_losses:
-            with self._prefixes.recorded(i, self._kinds):
-                loss = float(batch_loss(self.model, self.batches[i]))
-            if not self.committed and not math.isfinite(loss):
-                raise ModelError(
-                    f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
-                    "Try --dtype float32, or look at the data."
-                )
-            self._base_losses[i] = loss
-        return self._base_losses[i]
-
-    def _measure_with_companions(self, pairs: list[tuple[Unit, int]]) -> None:
-        """Measure the masked losses of these units and batches, and in what is left of the stack some that are expected."""
-        if not pairs:
-            return
-        ahead = [pair for pair in self._expected if pair not in pairs and pair not in self._masked_losses]
+    def _measure_with_companions(self, pairs: Sequence[tuple[Unit, int]], batches: Iterable[int]) -> None:
+        """Measure what is missing of these, and where there is room beside it some of what is expected."""
+        ahead = [pair for pair in self._expected if pair not in pairs and pair not in self._masked_losses] if pairs else []
         nearest = sorted(dict.fromkeys(ahead), key=lambda pair: abs(pair[0].layer - pairs[0][0].layer))
-        companions = nearest[: -len(pairs) % self.stack]
+        wanted = [*pairs, *nearest[: -len(pairs) % (self.stack * self._lanes.count)]]
+        missing = [i for i in dict.fromkeys([*batches, *(i for _, i in wanted)]) if i not in self._base_losses]
+        self._base_losses.update(zip(missing, self._lanes.map(self._base_loss, missing, self.committed), strict=True))
+        runs = list(self._runs(wanted))
+        for run, losses in zip(runs, self._lanes.map(self._run_losses, runs, self.committed), strict=True):
+            self._masked_losses.update(zip(run, losses, strict=True))
+
+    def _base_loss(self, lane: Lane, i: int) -> float:
+        with self._prefixes.recorded(lane.layers, i, self._kinds):
+            loss = float(batch_loss(lane.model, self.batches[i]))
+        if not self.committed and not math.isfinite(loss):
+            raise ModelError(
+                f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
+                "Try --dtype float32, or look at the data."
+            )
+        return loss
+
+    def _runs(self, pairs: Iterable[tuple[Unit, int]]) -> Iterator[list[tuple[Unit, int]]]:
+        """Pairs that can be measured in one run each: on batches of one shape, in neighbouring blocks."""
         alike: dict[Any, list[tuple[Unit, int]]] = defaultdict(list)
-        for unit, i in sorted(pairs + companions, key=lambda pair: pair[0].layer):
-            self._base_loss(i)  # a companion's batch may be new, and its run starts from what its base run leaves
-            alike[_shapes(self.batches[i])].append((unit, i))
+        for unit, i in sorted(pairs, key=lambda pair: pair[0].layer):
+            alike[_shapes(self.batches[i]) if self.stack > 1 else None].append((unit, i))
         for together in alike.values():
             for start in range(0, len(together), self.stack):
-                self._measure_masked(together[start : start + self.stack])
+                yield together[start : start + self.stack]
 
-    def _measure_masked(self, pairs: Sequence[tuple[Unit, int]]) -> None:
-        """One run for all of these, sorted by block, on their batches of one shape."""
-        first = pairs[0][0].layer
-        kind = HEAD if any(unit.kind == HEAD for unit, _ in pairs if unit.layer == first) else MLP
-        batches = [self.batches[i] for _, i in pairs]
-        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(pairs) > 1 else batches[0]
-        masks = zeroed_in_parts(self._layers, [[unit] for unit, _ in pairs])
-        with masks, self._prefixes.resumed([i for _, i in pairs], first, kind):
-            losses = part_losses(self.model, joined, len(pairs))
-        self._masked_losses.update(zip(pairs, losses.tolist(), strict=True))
+    def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[float]:
+        """The masked losses of one run."""
+        first = run[0][0].layer
+        kind = HEAD if any(unit.kind == HEAD for unit, _ in run if unit.layer == first) else MLP
+        batches = [self.batches[i] for _, i in run]
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
+        masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])
+        with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
+            return [float(loss) for loss in part_losses(lane.model, joined, len(run)).tolist()]
 
 
 def free_memory(device: torch.device) -> int:
@@ -185,6 +189,11 @@ def free_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return int(psutil.virtual_memory().available)
+
+
+def default_lanes(model: nn.Module) -> int:
+    """Two runs with half of the threads each are faster than one after the other with all of them (docs/performance.md)."""
+    return min(2, torch.get_num_threads()) if device_of(model).type == "cpu" else 1
 
 
 def _shapes(batch: Batch) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]
 IGNORED = -100
-PIECE = {"cpu": 2**20}  # logits in a piece: 4 MiB of float32 stay in a CPU's cache, other devices want large matrices
-LARGE_PIECE = 2**25
+CPU_PIECE, PIECE = 2**18, 2**25  # logits in a piece: 1 MiB stays in a CPU's cache, other devices want large matrices
+LEAST_WIDTH = 256  # of a piece, however many the rows: a narrower matrix product is slow
 
 
 class Rows(NamedTuple):
@@ -119,7 +119,7 @@ def _losses_by_pieces(model: nn.Module, head: nn.Linear, hidden: Tensor, labels:
     labels = labels.to(hidden.device)
     n_rows, n_classes = len(hidden), head.out_features
     cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)  # Gemma's, applied after the output layer
-    width = max(1, PIECE.get(hidden.device.type, LARGE_PIECE) // max(1, n_rows))
+    width = max(LEAST_WIDTH, (CPU_PIECE if hidden.device.type == "cpu" else PIECE) // max(1, n_rows))
     sums: list[Tensor] = []
     chosen = hidden.new_zeros(n_rows, dtype=torch.float32)
     top = hidden.new_full((n_rows,), -torch.inf, dtype=torch.float32)

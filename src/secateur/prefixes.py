@@ -6,6 +6,8 @@ attention and the first half of the MLP (for a group), hand back what they gave.
 
 When memory runs short, what saves the least for its size goes first: the batches of earlier steps, then what is kept inside the
 blocks (it saves part of one block), then every second block output (a run starts a block earlier), then whole batches.
+
+Runs may go side by side on copies of a model that share its weights, so the blocks to work on are an argument.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
 
 import torch
@@ -43,8 +46,7 @@ class Kept:
 class Prefixes:
     """The kept outputs of all batches, under the committed units."""
 
-    def __init__(self, layers: Sequence[Layer], budget: int) -> None:
-        self.layers = layers
+    def __init__(self, n_layers: int, budget: int) -> None:
         self.budget = budget
         self.bytes = 0
         self.was_full = False
@@ -52,7 +54,9 @@ class Prefixes:
         self._stride = 1  # every how many blocks an output is kept
         self._wanted: frozenset[int] | None = None  # the batches that this step draws from; None: all
         self._kept: OrderedDict[int, dict[int, Kept]] = OrderedDict()  # by batch, least recently used first; then by block
-        self._wrapped: dict[nn.Module, int] = {}  # how many things an attention gives, where it gives a tuple
+        self._n_layers = n_layers
+        self._n_given: dict[int, int] = {}  # by block: how many things its attention gives, where it gives a tuple
+        self._lock = RLock()
 
     def want(self, batches: frozenset[int] | None) -> None:
         """From now on these batches are more useful than the others."""
@@ -65,63 +69,53 @@ class Prefixes:
                 self.bytes -= blocks.pop(i).bytes
 
     @contextmanager
-    def recorded(self, batch: int, kinds: Set[str]) -> Iterator[None]:
+    def recorded(self, layers: Sequence[Layer], batch: int, kinds: Set[str]) -> Iterator[None]:
         """Run a batch from the first block whose output is not kept, and keep what the blocks give, for units of `kinds`."""
         if not self.budget:
             yield
             return
-        blocks = self._kept.setdefault(batch, {})
-        start = 1 + max((i for i, kept in blocks.items() if kept.output is not None), default=-1)
+        start = 1 + self._last_kept([batch], self._n_layers)
         with ExitStack() as stack:
-            stack.enter_context(self.resumed([batch], start))
-            for i in range(start, len(self.layers)):
-                self._record(stack, batch, i, kinds)
+            stack.enter_context(self.resumed(layers, [batch], start))
+            for i in range(start, self._n_layers):
+                self._record(stack, layers[i], batch, i, kinds)
             yield
 
     @contextmanager
-    def resumed(self, batches: Sequence[int], at: int, kind: str | None = None) -> Iterator[None]:
+    def resumed(self, layers: Sequence[Layer], batches: Sequence[int], at: int, kind: str | None = None) -> Iterator[None]:
         """Start a run, of one batch or of several in one, as near before block `at` as what is kept allows.
 
         With a `kind`, the run is for units of that kind in block `at` or after it, and starts inside the block.
         """
-        kept = [self._kept.get(batch, {}) for batch in batches]
-        for batch in self._kept.keys() & set(batches):
-            self._kept.move_to_end(batch)
-        last = max((i for i in range(at) if all(i in blocks and blocks[i].output is not None for blocks in kept)), default=-1)
         with ExitStack() as stack:
-            if last >= 0:
-                output = _join([blocks[last].output for blocks in kept])
-                for layer in self.layers[:last]:  # what these hand on is looked at by nobody, and only needs the right shape
+            with self._lock:
+                last = self._last_kept(batches, at)
+                outputs = [self._kept[batch][last].output for batch in batches] if last >= 0 else []
+                inside = [self._kept.get(batch, {}).get(at, Kept()) for batch in batches]
+            if outputs:
+                output = _join(outputs)
+                for layer in layers[:last]:  # what these hand on is looked at by nobody, and only needs the right shape
                     stack.enter_context(standing_in(layer.block, _hand_on(output)))
-                stack.enter_context(standing_in(self.layers[last].block, lambda *args, **options: output))
-            if kind and last == at - 1 and all(at in blocks and kind in blocks[at].entering for blocks in kept):
-                self._start_inside(stack, self.layers[at], [blocks[at] for blocks in kept], kind)
+                stack.enter_context(standing_in(layers[last].block, lambda *args, **options: output))
+            if kind and last == at - 1 and all(kind in kept.entering for kept in inside):
+                _start_inside(stack, layers[at], inside, kind, self._n_given.get(at, 0))
             yield
 
-    def _start_inside(self, stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: str) -> None:
-        entering = _join([one.entering[kind] for one in kept])
-        n_given = self._wrapped.get(layer.attention, 0)
+    def _last_kept(self, batches: Sequence[int], at: int) -> int:
+        """The last block before `at` whose output is kept for all of these batches, or -1. They count as used now."""
+        with self._lock:
+            for batch in self._kept.keys() & set(batches):
+                self._kept.move_to_end(batch)
+            kept = [{i for i, one in self._kept.get(batch, {}).items() if one.output is not None} for batch in batches]
+            return max((i for i in set.intersection(*kept) if i < at), default=-1)
 
-        def attend(*args: Any, **options: Any) -> Any:
-            given = layer.out(entering) if kind == HEAD else _join([one.attention for one in kept])
-            return (given, *[None] * (n_given - 1)) if n_given else given
-
-        stack.enter_context(standing_in(layer.attention, attend))
-        if kind == HEAD:
-            return
-        for projection in layer.mlp_in:
-            # Anything of the right shape: the activation may run over it, and the projection gets what is kept.
-            stack.enter_context(standing_in(projection, lambda x: x.new_zeros(1).expand(*x.shape[:-1], layer.mlp_width)))
-        hook = layer.mlp_out.register_forward_pre_hook(lambda module, args: (entering, *args[1:]), prepend=True)
-        stack.callback(hook.remove)
-
-    def _record(self, stack: ExitStack, batch: int, i: int, kinds: Set[str]) -> None:
-        layer, kept = self.layers[i], Kept()
+    def _record(self, stack: ExitStack, layer: Layer, batch: int, i: int, kinds: Set[str]) -> None:
+        kept = Kept()
         projected: Tensor | None = None
 
         def gave(module: nn.Module, args: Any, output: Any) -> None:
             # Nobody starts after the last block.
-            kept.output = output if i + 1 < len(self.layers) and (i + 1) % self._stride == 0 else None
+            kept.output = output if i + 1 < self._n_layers and (i + 1) % self._stride == 0 else None
             self._put(batch, i, kept)
 
         def entered_out(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -135,7 +129,7 @@ class Prefixes:
 
         def attended(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, tuple):
-                self._wrapped[module], output = len(output), output[0]
+                self._n_given[i], output = len(output), output[0]
             if projected is None or output.data_ptr() != projected.data_ptr() or output.shape != projected.shape:
                 kept.entering.pop(HEAD, None)  # something follows the projection in there: it cannot be passed over
             if MLP in kinds:
@@ -150,13 +144,14 @@ class Prefixes:
             stack.callback(hook.remove)
 
     def _put(self, batch: int, i: int, kept: Kept) -> None:
-        blocks = self._kept[batch]
-        self.bytes -= blocks.pop(i, Kept()).bytes
-        blocks[i] = kept
-        self.bytes += kept.bytes
-        while self.bytes > self.budget:
-            self._drop_least_useful(batch, i)
-            self.bytes = sum(one.bytes for blocks in self._kept.values() for one in blocks.values())
+        with self._lock:
+            blocks = self._kept.setdefault(batch, {})
+            self.bytes -= blocks.pop(i, Kept()).bytes
+            blocks[i] = kept
+            self.bytes += kept.bytes
+            while self.bytes > self.budget:
+                self._drop_least_useful(batch, i)
+                self.bytes = sum(one.bytes for blocks in self._kept.values() for one in blocks.values())
 
     def _drop_least_useful(self, batch: int, i: int) -> None:
         """Make room for block `i` of the `batch` that is being recorded."""
@@ -166,7 +161,7 @@ class Prefixes:
             del self._kept[stale[0]]
             return
         self.was_full = True
-        if not self._inside and 2 * self._stride > len(self.layers) / 2:  # thinner than that, fewer batches are worth more
+        if not self._inside and 2 * self._stride > self._n_layers / 2:  # thinner than that, fewer batches are worth more
             if others:
                 del self._kept[others[0]]
             else:
@@ -179,6 +174,24 @@ class Prefixes:
         for blocks in self._kept.values():
             for j, kept in list(blocks.items()):
                 blocks[j] = Kept(output=kept.output if (j + 1) % self._stride == 0 else None)
+
+
+def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: str, n_given: int) -> None:
+    """Let a block start at the projection that units of this kind enter."""
+    entering = _join([one.entering[kind] for one in kept])
+
+    def attend(*args: Any, **options: Any) -> Any:
+        given = layer.out(entering) if kind == HEAD else _join([one.attention for one in kept])
+        return (given, *[None] * (n_given - 1)) if n_given else given
+
+    stack.enter_context(standing_in(layer.attention, attend))
+    if kind == HEAD:
+        return
+    for projection in layer.mlp_in:
+        # Anything of the right shape: the activation may run over it, and the projection gets what is kept.
+        stack.enter_context(standing_in(projection, lambda x: x.new_zeros(1).expand(*x.shape[:-1], layer.mlp_width)))
+    hook = layer.mlp_out.register_forward_pre_hook(lambda module, args: (entering, *args[1:]), prepend=True)
+    stack.callback(hook.remove)
 
 
 def _hand_on(like: Any) -> Callable[..., Any]:

@@ -47,6 +47,7 @@ class Settings:
     pulls_per_step: int = 32  # T_step; G for greedy
     batches_per_pull: int = 2  # b_pull
     batches_per_step: int = 0  # the pulls of a step draw from this many; 0: from all
+    stack: int = 1  # how many masked runs are made as one; may change the last digits of a loss
     temperature: float = 0.02  # tau
     ucb_c: float = 1.5
     pool_size: int = 0  # 0: min{|R|, max(2, floor(2 sqrt|R|))}
@@ -74,7 +75,7 @@ class Settings:
             raise not_one_of("method", self.method, METHODS)
         if self.target not in TARGETS:
             raise not_one_of("target", self.target, TARGETS)
-        least = {"batches_per_pull": 1, "batches_per_step": 0, "group_width": 1, "score_batches": 1, "seq_len": 2}
+        least = {"batches_per_pull": 1, "batches_per_step": 0, "stack": 1, "group_width": 1, "score_batches": 1, "seq_len": 2}
         check_counts(self, least | {"batch_size": 1, "calibration_size": 1})
         stream(self.seed, POOLS)
 
@@ -143,6 +144,7 @@ def prune(
     evaluation_size: int = AUTO,
     evaluation_batches: int = AUTO,
     cache_memory: int | None = None,
+    lanes: int | None = None,
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
     **settings: Any,
@@ -169,7 +171,15 @@ def prune(
         network, processor, judging.data, wanted, split="test", size=judging.size, most=judging.max_batches
     )
     return prune_loaded(
-        network, calibration, evaluation, wanted, judging, out=folder, cache_memory=cache_memory, watcher=watcher
+        network,
+        calibration,
+        evaluation,
+        wanted,
+        judging,
+        out=folder,
+        cache_memory=cache_memory,
+        lanes=lanes,
+        watcher=watcher,
     )
 
 
@@ -190,6 +200,7 @@ def prune_loaded(
     out: Path | None = None,
     dense: Evaluation | None = None,
     cache_memory: int | None = None,
+    lanes: int | None = None,
     watcher: Watcher | None = None,
 ) -> PruneResult:
     """The same with everything at hand; `dense` is the dense model's evaluation, if it is known already."""
@@ -204,7 +215,9 @@ def prune_loaded(
             return PruneResult(Selection.load(out / "selection.json"), done, out)
     started = time.perf_counter()
     with Journal(out / "journal.jsonl", key["settings"]) if out else nullcontext() as journal:
-        selection = choose_units(model, calibration, settings, cache_memory=cache_memory, journal=journal, watcher=watcher)
+        selection = choose_units(
+            model, calibration, settings, cache_memory=cache_memory, lanes=lanes, journal=journal, watcher=watcher
+        )
     # Seconds of this start alone; what an earlier start had measured is counted beside them.
     spent = {
         "selection_seconds": time.perf_counter() - started,
@@ -236,6 +249,7 @@ def choose_units(
     settings: Settings,
     *,
     cache_memory: int | None = None,
+    lanes: int | None = None,
     journal: Journal | None = None,
     watcher: Watcher | None = None,
 ) -> Selection:
@@ -255,6 +269,8 @@ def choose_units(
             batches_per_pull=settings.batches_per_pull,
             batches_per_step=settings.batches_per_step,
             cache_memory=cache_memory,
+            stack=settings.stack,
+            lanes=lanes,
             seed=settings.seed,
         )
         found = select(
