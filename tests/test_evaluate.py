@@ -201,6 +201,46 @@ def test_passages_of_a_file_score_as_if_each_was_alone_and_not_padded(tmp_path: 
     assert found.last_word_accuracy == sum(right) / len(texts)
 
 
+@pytest.mark.parametrize("name", TEXT)
+def test_the_loss_and_the_last_words_are_the_same_in_one_piece_and_in_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES_TINY[name]()
+    batches = tiny_batches(model, 4)
+    for batch in batches:
+        with torch.no_grad():
+            guesses = model(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1)
+        batch["labels"][:2, -2:] = guesses[:2, -2:]  # the first two texts end as the model expects, but
+        batch["labels"][1, -2] = (guesses[1, -2] + 1) % 32  # for the first of the two tokens of the second
+        batch["last_word"] = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        batch["last_word"][:2, -2:] = True
+    expected = evaluate(model, batches)
+    assert expected.last_word_accuracy == 1 / 2
+    monkeypatch.setattr("secateur.losses.CPU_PIECE", 0)
+    for width in (1, 5, 31):
+        monkeypatch.setattr("secateur.losses.LEAST_WIDTH", width)
+        found = evaluate(model, batches)
+        assert found.last_word_accuracy == expected.last_word_accuracy and found.rows == expected.rows
+        assert found.loss == pytest.approx(expected.loss, abs=2e-6)
+        assert found.batch_losses == pytest.approx(expected.batch_losses, abs=2e-6)
+
+
+def test_asking_for_the_last_words_does_not_change_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES_TINY["llama"]()
+    batch = tiny_batch(model)
+    monkeypatch.setattr("secateur.losses.CPU_PIECE", 0)
+    monkeypatch.setattr("secateur.losses.LEAST_WIDTH", 5)
+    with_words = evaluate(model, [batch | {"last_word": torch.ones_like(batch["labels"], dtype=torch.bool)}])
+    without = evaluate(model, [batch])
+    assert with_words.loss == without.loss and with_words.rows == without.rows
+    assert with_words.last_word_accuracy is not None and without.last_word_accuracy is None
+
+
+def test_no_last_word_of_nan_logits_is_right() -> None:
+    model: Any = FAMILIES_TINY["llama"]()
+    model.lm_head.weight.data[:] = math.nan
+    found = evaluate(model, [passage([3, 0, 0], 2)])  # 0 is what argmax makes of NaN
+    assert found.last_word_accuracy == 0 and math.isnan(found.loss)
+
+
 # Images
 
 

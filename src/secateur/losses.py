@@ -5,6 +5,7 @@ and `labels` for images. A row is a predicted token, or an image.
 
 The logits of a text are never held whole: a language model's output layer is run by pieces of the vocabulary, each of which
 stays in the processor's cache, and the pieces' log-sum-exps are put together. 1,024 positions of 152k tokens would be 600 MB.
+(Gradients need them whole.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Rows(NamedTuple):
 
     losses: Tensor  # (rows,) cross-entropy in float32; 0 where the label is -100
     labels: Tensor  # (rows,)
-    best: Tensor | None = None  # (rows, 1 or 5) the classes it ranks highest, if they were asked for
+    best: Tensor | None  # (rows, 1 or 5) the classes it ranks highest, if they were asked for
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -72,24 +73,60 @@ def part_losses(model: nn.Module, batch: Batch, parts: int) -> Tensor:
 
 
 def row_losses(model: nn.Module, batch: Batch, *, best: bool = False) -> Rows:
-    """The loss of each row of a batch; `best` asks for the highest class of a token, the five highest of an image."""
-    if "input_ids" not in batch:
-        logits, labels = predict(model, batch)
-        top = logits.topk(min(5, logits.shape[-1])).indices if best else None
-        return Rows(_cross_entropy(logits, labels), labels, top)
-    head = output_layer(model)
+    """The loss of each row of a batch; `best` asks for the highest class of a token, the five highest of an image.
+
+    A row whose loss is nan has no best class: -1.
+    """
+    text = "input_ids" in batch
+    head = output_layer(model) if text else None
     if head is None:
         logits, labels = predict(model, batch)
-        return Rows(_cross_entropy(logits, labels), labels, logits.argmax(-1, keepdim=True) if best else None)
-    hidden: list[Tensor] = []
+        losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+        highest = _highest(logits, 1 if text else 5) if best else None
+    else:
+        losses, labels, highest = _losses_by_pieces(model, head, batch, best=best)
+    return Rows(losses, labels, None if highest is None else highest.masked_fill(losses.isnan()[:, None], -1))
+
+
+def _highest(logits: Tensor, n: int) -> Tensor:
+    return logits.argmax(-1, keepdim=True) if n == 1 else logits.topk(min(n, logits.shape[-1])).indices
+
+
+def _losses_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, *, best: bool) -> Rows:
+    """Cross-entropy of each row as log-sum-exp minus the label's logit, both gathered over pieces of the vocabulary."""
+    before: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
-        hidden.append(x)
+        before.append(x)
         return x[..., :0]  # no logits; the model's own forward goes on with none
 
     with standing_in(head, keep):
         _, labels = predict(model, batch)
-    return _losses_by_pieces(model, head, hidden[0][:, :-1].flatten(0, 1), labels, best=best)
+    hidden = before[0][:, :-1].flatten(0, 1).to(head.weight.device)  # (rows, width of the model)
+    labels = labels.to(hidden.device)
+    n_rows, n_classes = len(hidden), head.out_features
+    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)  # Gemma's, applied after the output layer
+    width = max(LEAST_WIDTH, (CPU_PIECE if hidden.device.type == "cpu" else PIECE) // max(1, n_rows))
+    sums: list[Tensor] = []
+    chosen = hidden.new_full((n_rows,), torch.nan, dtype=torch.float32)  # stays so for a label that is no class
+    top = hidden.new_full((n_rows,), -torch.inf, dtype=torch.float32)
+    guess = torch.full_like(labels, -1)
+    for start in range(0, n_classes, width):
+        stop = min(start + width, n_classes)
+        bias = None if head.bias is None else head.bias[start:stop]
+        logits = F.linear(hidden, head.weight[start:stop], bias)  # (rows, classes of the piece)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        logits = logits.float()
+        sums.append(logits.logsumexp(-1))
+        here = (labels >= start) & (labels < stop)
+        chosen = torch.where(here, logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0], chosen)
+        if best:
+            highest, index = logits.max(-1)
+            guess = torch.where(highest > top, index + start, guess)
+            top = torch.maximum(top, highest)
+    losses = torch.stack(sums).logsumexp(0) - chosen
+    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, guess[:, None] if best else None)
 
 
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -111,36 +148,3 @@ def output_layer(model: nn.Module) -> nn.Linear | None:
     if type(head) is not nn.Linear or head.weight.is_meta or head._forward_hooks or head._forward_pre_hooks:
         return None
     return head
-
-
-def _losses_by_pieces(model: nn.Module, head: nn.Linear, hidden: Tensor, labels: Tensor, *, best: bool) -> Rows:
-    """Cross-entropy of each row as log-sum-exp minus the label's logit, both gathered over pieces of the vocabulary."""
-    hidden = hidden.to(head.weight.device)
-    labels = labels.to(hidden.device)
-    n_rows, n_classes = len(hidden), head.out_features
-    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)  # Gemma's, applied after the output layer
-    width = max(LEAST_WIDTH, (CPU_PIECE if hidden.device.type == "cpu" else PIECE) // max(1, n_rows))
-    sums: list[Tensor] = []
-    chosen = hidden.new_zeros(n_rows, dtype=torch.float32)
-    top = hidden.new_full((n_rows,), -torch.inf, dtype=torch.float32)
-    guess = torch.full_like(labels, -1)
-    for start in range(0, n_classes, width):
-        stop = min(start + width, n_classes)
-        bias = None if head.bias is None else head.bias[start:stop]
-        logits = F.linear(hidden, head.weight[start:stop], bias)  # (rows, classes of the piece)
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        logits = logits.float()
-        sums.append(logits.logsumexp(-1))
-        here = (labels >= start) & (labels < stop)
-        chosen = torch.where(here, logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0], chosen)
-        if best:
-            highest, index = logits.max(-1)
-            guess = torch.where(highest > top, index + start, guess)
-            top = torch.maximum(top, highest)
-    losses = torch.stack(sums).logsumexp(0) - chosen
-    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, guess[:, None] if best else None)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any
 
@@ -58,7 +58,7 @@ class Prefixes:
         self._n_given: dict[int, int] = {}  # by block: how many things its attention gives, where it gives a tuple
         self._lock = RLock()
 
-    def want(self, batches: frozenset[int] | None) -> None:
+    def want(self, batches: frozenset[int]) -> None:
         """From now on these batches are more useful than the others."""
         self._wanted = batches
 
@@ -114,9 +114,9 @@ class Prefixes:
         projected: Tensor | None = None
 
         def gave(module: nn.Module, args: Any, output: Any) -> None:
-            # Nobody starts after the last block.
-            kept.output = output if i + 1 < self._n_layers and (i + 1) % self._stride == 0 else None
-            self._put(batch, i, kept)
+            if i + 1 < self._n_layers:  # nobody starts after the last block
+                kept.output = output
+            self._put(batch, i, self._worth_keeping(i, kept))
 
         def entered_out(module: nn.Module, args: Any, output: Tensor) -> None:
             nonlocal projected
@@ -142,6 +142,11 @@ class Prefixes:
                 hooks.append(layer.mlp_out.register_forward_pre_hook(entered_mlp_out))
         for hook in hooks:
             stack.callback(hook.remove)
+
+    def _worth_keeping(self, i: int, kept: Kept) -> Kept:
+        """What of it there is room for at present."""
+        output = kept.output if (i + 1) % self._stride == 0 else None
+        return replace(kept, output=output) if self._inside else Kept(output)
 
     def _put(self, batch: int, i: int, kept: Kept) -> None:
         with self._lock:
@@ -173,7 +178,7 @@ class Prefixes:
             self._stride *= 2
         for blocks in self._kept.values():
             for j, kept in list(blocks.items()):
-                blocks[j] = Kept(output=kept.output if (j + 1) % self._stride == 0 else None)
+                blocks[j] = self._worth_keeping(j, kept)
 
 
 def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: str, n_given: int) -> None:
