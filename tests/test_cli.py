@@ -24,15 +24,15 @@ import secateur as sc
 from secateur import cli
 from secateur.prune import METHODS, SEARCH_METHODS, choose_units
 from test_prune import N_UNITS, SEQ_LEN, K, World, loaded, make_world
-from tiny import FAMILIES_TINY, GROUP
+from tiny import FAMILIES_TINY, GROUP, randomised
 
 tf: Any = transformers  # its classes are not typed
 
 SMALL = ["--ratio", "0.3", "--pulls-per-step", "4", "--group-width", str(GROUP), "--seq-len", str(SEQ_LEN), "--device", "cpu"]
 PROGRESS = re.compile(
-    r"(loading|reading|choosing|evaluating|taking over) .*|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
+    r"(loading|reading|choosing|evaluating|measuring|taking over) .*|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
 )
-COMMANDS = ("prune", "select", "evaluate", "units")
+COMMANDS = ("prune", "select", "evaluate", "units", "bench")
 FILES = ["evaluation.json", "journal.jsonl", "selection.json"]
 
 
@@ -186,6 +186,35 @@ def test_the_cache_changes_no_byte_of_the_selection(world: World, tmp_path: Path
     assert (tmp_path / "0" / "selection.json").read_bytes() == (tmp_path / "1" / "selection.json").read_bytes()
 
 
+@pytest.mark.parametrize("task", ["text", "image"])
+@pytest.mark.parametrize("command", ["prune", "select"])
+def test_stacked_runs_and_lanes_choose_the_same_units_and_the_stack_is_recorded(
+    command: str, task: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    folder, data = world.of(task)
+
+    def chosen(place: str, *options: object) -> sc.Selection:
+        out = tmp_path / place if command == "prune" else tmp_path / place / "selection.json"
+        ran = run(command, folder, "--calibration", data, *SMALL, "-o", out, *options)
+        assert (ran.code, ran.complaints) == (0, [])
+        return sc.Selection.load(tmp_path / place / "selection.json")
+
+    plain, stacked = chosen("plain", "--lanes", 1), chosen("stacked", "--stack", 2, "--lanes", 2)
+    assert stacked.units == plain.units
+    assert stacked.settings == plain.settings | {"stack": 2}
+    assert plain.settings["stack"] == 1
+    assert stacked.forwards == plain.forwards
+    chosen("lanes", "--lanes", 3)
+    written = [(tmp_path / place / "selection.json").read_bytes() for place in ("plain", "lanes")]
+    assert written[0] == written[1]
+
+
+def test_a_run_with_another_stack_is_another_run_and_with_other_lanes_the_same(world: World, tmp_path: Path, run: Run) -> None:
+    assert run(*prune_command(world, tmp_path, "--lanes", 1)).code == 0
+    assert "(stack 1, now 2)" in check_refused(run(*prune_command(world, tmp_path, "--stack", 2)))
+    assert run(*prune_command(world, tmp_path, "--lanes", 2)).code == 0
+
+
 def test_another_seed_gives_another_random_selection(world: World, tmp_path: Path, run: Run) -> None:
     drawn = [
         run(*prune_command(world, tmp_path / str(seed), "--method", "random", "--seed", seed, "--json")) for seed in (1, 2)
@@ -257,6 +286,147 @@ def test_the_table_of_units_shows_its_numbers_whole_at_eighty_columns(run: Run) 
     assert "…" not in ran.out
 
 
+# bench
+
+
+@pytest.fixture(scope="module")
+def roomy(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models by task, with room for the texts of 128 tokens and the 8 classes of the benchmark."""
+    folders = {}
+    for task, fields in (("text", {"n_positions": 128}), ("image", {"num_labels": 8})):
+        folders[task] = Path(shutil.copytree(world.of(task)[0], tmp_path_factory.mktemp("roomy") / f"{task}-model"))
+        model: Any = FAMILIES_TINY["gpt2" if task == "text" else "vit"]()
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+        randomised(type(model)(model.config)).save_pretrained(folders[task])  # type: ignore[operator]
+    return folders
+
+
+def bench(run: Run, path: Path, *arguments: object) -> list[dict[str, Any]]:
+    """The rows that the benchmark wrote, of which its table has a line each."""
+    ran = run("bench", *arguments, "--device", "cpu", "--json", path)
+    assert (ran.code, ran.complaints) == (0, [])
+    document = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert document.keys() == {"rows"}
+    rows: list[dict[str, Any]] = document["rows"]
+    head, rule, *lines = ran.out.splitlines()
+    assert head.startswith("| what | speedup |") and set(rule) == {"|", "-"}
+    assert [line.split(" | ")[:2] for line in lines] == [[f"| {row['name']}", f"{row['speedup']:.2f}"] for row in rows]
+    for row in rows:
+        assert all(value > 0 and math.isfinite(value) for name, value in row.items() if isinstance(value, float) and value)
+        assert min(row[name] for name in ("speedup", "flop_limit", "plain_flops", "least_flops", "peak", "seconds")) > 0
+        assert row["difference"] < 1e-4
+    return rows
+
+
+def test_bench_shows_a_line_for_each_model_and_writes_its_numbers(roomy: dict[str, Path], tmp_path: Path, run: Run) -> None:
+    rows = bench(run, tmp_path / "new" / "bench.json", roomy["text"], roomy["image"], "--pulls", 2)
+    assert [(row["name"], row["pulls"]) for row in rows] == [("text-model head", 2), ("image-model head", 2)]
+    for row in rows:
+        assert 1 < row["flop_ratio"] <= row["flop_limit"] * 1.0001
+        assert row["flop_ratio"] == row["plain_flops"] / row["flops"]
+        assert row["speedup"] == row["plain_seconds"] / row["seconds"]
+    assert list(contents(tmp_path)) == ["new/bench.json"]
+
+
+@pytest.mark.parametrize("options", [["--stack", 2, "--lanes", 2], ["--target", "mlp"], ["--cache-memory", 0]], ids=str)
+def test_bench_takes_the_options_of_the_meter(options: list[object], roomy: dict[str, Path], tmp_path: Path, run: Run) -> None:
+    [row] = bench(run, tmp_path / "bench.json", roomy["text"], "--pulls", 2, *options)
+    assert row["flop_ratio"] <= row["flop_limit"] * 1.0001
+    assert (row["flop_ratio"] < 2.01) == ("--cache-memory" in options)
+
+
+@pytest.mark.parametrize(("task", "steps"), [("text", 2), ("image", 1)])
+def test_bench_compares_a_search_over_the_steps_asked_for(
+    task: str, steps: int, roomy: dict[str, Path], tmp_path: Path, run: Run
+) -> None:
+    [row] = bench(run, tmp_path / "bench.json", roomy[task], "--selection", "--steps", steps)
+    assert (row["name"], row["pulls"]) == (f"{task}-model head selection", 32 * steps)
+    assert row["flops"] is row["flop_ratio"] is None
+
+
+def test_bench_without_a_file_writes_none_and_takes_the_shape_of_a_folder(
+    roomy: dict[str, Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(roomy["text"] / "config.json", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    ran = run("bench", f"shape:{tmp_path}", "--pulls", 1)
+    assert (ran.code, ran.complaints, ran.out.count("\n")) == (0, [], 3)
+    assert list(contents(tmp_path)) == ["config.json"]
+
+
+def test_bench_alone_measures_the_models_it_names_in_its_help(
+    roomy: dict[str, Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "DEFAULT_MODELS", (str(roomy["image"]), str(roomy["text"])))
+    rows = bench(run, tmp_path / "bench.json", "--pulls", 1)
+    assert [row["name"] for row in rows] == ["image-model head", "text-model head"]
+
+
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_bench_measures_a_model_of_few_positions_or_few_classes(task: str, world: World, tmp_path: Path, run: Run) -> None:
+    assert len(bench(run, tmp_path / "bench.json", world.of(task)[0], "--pulls", 2)) == 1
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/no/such/model"], "no folder '/no/such/model'"),
+        (["nobody/nothing-at-all"], "nobody/nothing-at-all.*local folder"),
+        (["shape:nothing-at-all"], "nothing-at-all.*local folder"),
+        (["shape:/no/such/model"], "no folder '/no/such/model'"),
+        (["MODEL", "--target", "heads"], "'heads'.*Did you mean 'head'"),
+        (["MODEL", "--pulls", "0"], "pulls are 0,"),
+        (["MODEL", "--pulls", "-1"], "pulls are -1,"),
+        (["MODEL", "--pulls", "two"], "--pulls"),
+        (["MODEL", "--selection", "--steps", "-1"], r"is -0\.1|are -1"),
+        (["MODEL", "--selection", "--steps", "9"], r"is 1\.0|are 9"),
+        (["MODEL", "--selection", "--steps", "10"], r"is 1\.1|are 10"),
+        (["MODEL", "--dtype", "float8"], "'float8'.*float32, bfloat16, float16"),
+        (["MODEL", "--device", "gpu"], "'gpu'.*--device cpu"),
+        (["shape:MODEL", "--dtype", "float8"], "'float8'.*float32, bfloat16, float16"),
+        (["shape:MODEL", "--device", "gpu"], "'gpu'.*--device cpu"),
+        (["MODEL", "--stack", "0"], "stack is 0"),
+        (["MODEL", "--lanes", "0"], "lanes are 0"),
+        (["MODEL", "--lanes", "-3"], "lanes are -3"),
+        (["MODEL", "--cache-memory", "-2"], "-2"),
+        (["MODEL", "/no/such/model", "--pulls", "1"], "no folder '/no/such/model'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_benchmark_that_cannot_be_made_is_one_sentence_and_leaves_nothing(
+    arguments: list[str], said: str, roomy: dict[str, Path], tmp_path: Path, run: Run
+) -> None:
+    arguments = [argument.replace("MODEL", str(roomy["text"])) for argument in arguments]
+    sentence = check_refused(run("bench", *arguments, "--json", tmp_path / "new" / "bench.json"), tmp_path / "new")
+    assert re.search(said, sentence)
+
+
+@pytest.mark.parametrize("steps", [-1, 9, 10])
+def test_bench_says_how_many_steps_there_can_be(steps: int, roomy: dict[str, Path], run: Run) -> None:
+    assert re.search(rf"steps are {steps},", check_refused(run("bench", roomy["text"], "--selection", "--steps", steps)))
+
+
+@pytest.mark.parametrize("place", ["folder", "file/bench.json", "file/further/bench.json"])
+def test_bench_refuses_a_place_that_it_cannot_write_before_a_model_is_read(place: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    ran = run("bench", "/no/such/model", "--json", tmp_path / place)
+    assert str(tmp_path / place.removesuffix("/bench.json")) in check_refused(ran)
+    assert "loading" not in ran.err
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("place", ["/proc/self/new/bench.json", "/sys/new/bench.json"])
+def test_bench_refuses_a_place_where_even_root_cannot_write(place: str, roomy: dict[str, Path], run: Run) -> None:
+    ran = run("bench", roomy["text"], "--pulls", 1, "--json", place)
+    assert ran.code == 2
+    assert len(ran.complaints) == 1, ran.err
+    assert re.match(rf"error: Cannot write (to )?{Path(place).parent}", ran.complaints[0])
+    assert not Path(place).parent.exists()
+
+
 # Help
 
 
@@ -275,7 +445,7 @@ def test_the_help_of_a_command_lists_each_of_its_options_once(
     assert (ran.code, ran.err) == (0, "")
     parameters: Any = typer.main.get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
     options = [max(parameter.opts, key=len) for parameter in parameters if parameter.opts[0].startswith("-")]
-    listed = re.findall(r"^\W*?(--[a-z-]+)", ran.out, re.MULTILINE)
+    listed = re.findall(r"^\W{1,6}(--[a-z-]+)", ran.out, re.MULTILINE)
     assert len(options) >= 5
     assert sorted(listed) == sorted({*options, "--help"})
 
@@ -307,6 +477,10 @@ def test_the_help_of_a_command_lists_each_of_its_options_once(
         ("--batches-per-pull", "100", "1 to "),
         ("--batches-per-step", "-1", "batches per step"),
         ("--batches-per-step", "100", "1 to "),
+        ("--stack", "0", "stack is 0"),
+        ("--stack", "1.5", "stack"),
+        ("--lanes", "0", "lanes are 0"),
+        ("--lanes", "-3", "lanes are -3"),
         ("--cache-memory", "-2", "-2"),
         ("--cache-memory", "nan", "nan"),
         ("--ucb-c", "-1", "-1"),

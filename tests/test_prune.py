@@ -314,6 +314,8 @@ def test_a_model_that_gives_nan_is_reported_as_nan_in_strict_json(world: World, 
         ("temperature", 0.0),
         ("ucb_c", -0.5),
         ("batches_per_pull", 0),
+        ("stack", 0),
+        ("stack", -2),
         ("group_width", 0),
         ("score_batches", 0),
         ("pool_size", -2),
@@ -340,6 +342,13 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
 def test_more_batches_a_pull_than_there_are_is_refused_and_leaves_no_file_behind(world: World, tmp_path: Path) -> None:
     with pytest.raises(sc.SettingError, match="100"):
         prune(world, batches_per_pull=100, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lanes", [0, -3])
+def test_fewer_lanes_than_one_are_refused_and_leave_no_file_behind(lanes: int, world: World, tmp_path: Path) -> None:
+    with pytest.raises(sc.SettingError, match=f"lanes are {lanes},"):
+        prune(world, lanes=lanes, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -425,3 +434,30 @@ def test_a_cache_memory_that_is_too_small_is_said_once_and_changes_nothing(
     assert len(listener.said) == said
     assert all("--cache-memory" in sentence for sentence in listener.said)
     assert result.selection.units == prune(world).selection.units
+
+
+@pytest.mark.parametrize(("method", "task"), [("ucb", "text"), ("ts", "image"), ("greedy", "text"), ("ucb", "image")])
+def test_lanes_change_nothing_and_a_stack_only_last_digits(method: str, task: str, world: World) -> None:
+    plain = prune(world, task, method=method, target="both", lanes=1)
+    assert prune(world, task, method=method, target="both", lanes=2).selection == plain.selection
+    stacked = prune(world, task, method=method, target="both", lanes=2, stack=3)
+    assert stacked.selection.settings == plain.selection.settings | {"stack": 3}
+    assert stacked.selection.units == plain.selection.units
+    assert stacked.record["pruned"] == plain.record["pruned"]
+    assert stacked.record["forwards"] == plain.record["forwards"]
+    damages = [[pull.damage for pull in made.selection.trace] for made in (stacked, plain)]
+    assert damages[0] == pytest.approx(damages[1], abs=5e-6)
+
+
+def test_a_run_stopped_in_the_middle_goes_on_with_other_lanes_to_the_same_files(world: World, tmp_path: Path) -> None:
+    class Stopping(Watcher):
+        def pull(self, progress: Progress) -> None:
+            if (progress.step, progress.pull) == (1, 2):
+                raise KeyboardInterrupt
+
+    prune(world, out=tmp_path / "whole", lanes=1)
+    with pytest.raises(KeyboardInterrupt):
+        prune(world, out=tmp_path / "cut", lanes=2, watcher=Stopping())
+    prune(world, out=tmp_path / "cut", lanes=3)
+    for name in ("selection.json", "journal.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

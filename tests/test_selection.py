@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from secateur import jsonio
+from secateur.damage import DamageMeter
 from secateur.errors import SelectionError, SettingError
+from secateur.families import candidate_units
+from secateur.journal import Journal
 from secateur.policies import UCB, Greedy, Policy, Thompson
 from secateur.selection import Meter, Progress, Pull, Selection, active_pool, screened, select, select_by_score
 from secateur.streams import BATCHES, stream
 from secateur.units import HEAD, MLP, Unit, enumerate_units
+from tiny import FAMILIES_TINY, GROUP, tiny_batches
 
 POLICIES: list[Policy] = [UCB(), Thompson(), Greedy()]
 BANDITS: list[Policy] = [UCB(), Thompson()]
@@ -546,3 +550,106 @@ def test_a_unit_is_not_blamed_for_a_base_loss_that_is_not_finite() -> None:
     assert selection.nonfinite_pulls > 0
     assert all(step["broken"] == 0 for step in selection.steps)
     assert selection.pulls == len(selection.units) * 40
+
+
+# What the meter is told, and what it makes of it
+
+
+class Announced(FakeMeter):
+    """Also notes how many units had been measured when something was announced."""
+
+    def __init__(self, damages: Mapping[Unit, float]) -> None:
+        super().__init__(damages)
+        self.announced_at: list[int] = []
+
+    def expect(self, pulls: Iterable[tuple[Unit, Sequence[int]]]) -> None:
+        super().expect(pulls)
+        self.announced_at.append(len(self.measured))
+
+
+@pytest.mark.parametrize(("policy", "pulls_per_step", "first"), [(UCB(), 40, 12), (UCB(), 5, 5), (Greedy(), 8, 8)], ids=repr)
+def test_ucb_and_greedy_announce_the_first_pulls_of_each_step_in_order_before_they_are_made(
+    policy: Policy, pulls_per_step: int, first: int
+) -> None:
+    meter = Announced(spread(UNITS))
+    selection = select(meter, UNITS, policy=policy, ratio=0.1, pulls_per_step=pulls_per_step)
+    assert [len(expected) for expected in meter.expected] == [first, *(min(first, 11) for _ in range(3))]  # 2 * root of 35
+    for step, expected in enumerate(meter.expected):
+        made = [(pull.unit, pull.batches) for pull in pulls_of_step(selection, step)]
+        assert expected == made[: len(expected)]
+    assert meter.announced_at == [pulls_per_step * step for step in range(4)]
+
+
+def test_the_pulls_that_are_announced_do_not_depend_on_the_answers() -> None:
+    meters = [Announced(spread(UNITS)), Announced(harmless_few(UNITS, UNITS[:3]))]
+    selections = [select(meter, UNITS, policy=UCB(), ratio=0.1, pulls_per_step=30) for meter in meters]
+    assert meters[0].expected[0] == meters[1].expected[0]
+    assert pulls_of_step(selections[0], 0)[12:] != pulls_of_step(selections[1], 0)[12:]
+
+
+def test_thompson_sampling_announces_nothing_as_its_pulls_hang_on_the_answers() -> None:
+    meter = Announced(spread(UNITS))
+    select(meter, UNITS, policy=Thompson(), ratio=0.1)
+    assert meter.expected == []
+
+
+def search(
+    name: str, policy: Policy, target: str, *, stack: int = 1, lanes: int = 1, stop_at: int | None = None, **more: Any
+) -> Selection:
+    """Three steps of six pulls on a tiny model of its own; `stop_at` is the pull after which it is stopped."""
+    model = FAMILIES_TINY[name]()
+    units = candidate_units(model, target, GROUP)
+    meter = DamageMeter(model, tiny_batches(model, 5), batches_per_pull=2, stack=stack, lanes=lanes)
+    told: list[Progress] = []
+
+    def progress(made: Progress) -> None:
+        told.append(made)
+        if len(told) == stop_at:
+            raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"ratio": 3 / len(units), "pulls_per_step": 6, "pool_size": 4, "progress": progress}
+    selection = select(meter, units, policy=policy, **settings | more)
+    assert (len(selection.units), selection.pulls) == (3, 18)
+    return selection
+
+
+def assert_same_but_for_last_digits(found: Selection, expected: Selection) -> None:
+    assert found.units == expected.units
+    assert found.forwards == expected.forwards
+    for ours, theirs in zip(found.trace, expected.trace, strict=True):
+        numbers: dict[str, Any] = {"base_losses": (), "masked_losses": (), "damage": 0.0, "reward": 0.0}
+        assert replace(ours, **numbers) == replace(theirs, **numbers)
+        assert ours.base_losses == pytest.approx(theirs.base_losses, rel=1e-6)
+        assert ours.masked_losses == pytest.approx(theirs.masked_losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize(("name", "target"), [("gpt2", HEAD), ("llama", MLP), ("vit", MLP), ("timm swin", HEAD)])
+def test_stacked_runs_select_the_same_and_runs_side_by_side_measure_the_same(name: str, target: str, policy: Policy) -> None:
+    plain = search(name, policy, target)
+    assert search(name, policy, target, lanes=2) == plain
+    for lanes in (1, 2):
+        assert_same_but_for_last_digits(search(name, policy, target, stack=3, lanes=lanes), plain)
+
+
+@pytest.mark.parametrize(("stop_at", "lanes"), [(3, 1), (8, 2)])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_stacked_search_that_was_stopped_goes_on_to_the_same_selection(
+    policy: Policy, stop_at: int, lanes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with pytest.raises(KeyboardInterrupt), Journal(path, {}) as journal:
+        search("gpt2", policy, HEAD, stack=3, lanes=lanes, stop_at=stop_at, journal=journal)
+    with Journal(path, {}) as journal:
+        assert journal.n_replayed == stop_at
+        resumed = search("gpt2", policy, HEAD, stack=3, lanes=lanes, journal=journal)
+    whole = search("gpt2", policy, HEAD, stack=3, lanes=lanes)
+    assert_same_but_for_last_digits(resumed, whole)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_search_that_was_stopped_goes_on_with_other_lanes_to_the_same_numbers(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), Journal(tmp_path / "journal.jsonl", {}) as journal:
+        search("gpt2", policy, HEAD, lanes=2, stop_at=8, journal=journal)
+    with Journal(tmp_path / "journal.jsonl", {}) as journal:
+        assert search("gpt2", policy, HEAD, lanes=1, journal=journal) == search("gpt2", policy, HEAD, lanes=3)

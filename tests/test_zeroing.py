@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur.errors import SelectionError
+from secateur.families import anatomy
 from secateur.units import HEAD, MLP, Unit
-from secateur.zeroing import zeroed
-from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch
+from secateur.zeroing import zeroed, zeroed_in_parts
+from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch, tiny_batches
 
 HEADS = [Unit(HEAD, 0, 1), Unit(HEAD, 2, 0)]
 GROUPS = [Unit(MLP, 0, 3, GROUP), Unit(MLP, 1, 0, GROUP)]
@@ -141,3 +142,82 @@ def test_a_zeroed_model_can_be_differentiated_after_a_pass_in_inference_mode() -
             model(input_ids=batch["input_ids"])
         model(input_ids=batch["input_ids"]).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# Parts of a batch
+
+PARTS: list[list[Unit]] = [[HEADS[0]], [], [HEADS[1], *GROUPS]]
+OTHER_PARTS: list[list[Unit]] = [[GROUPS[1]], [HEADS[0], HEADS[1], GROUPS[0]], [HEADS[0]]]
+
+
+def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@every_family
+@pytest.mark.parametrize("parts", [PARTS, OTHER_PARTS], ids=["one, none, several", "a group, several, one"])
+def test_each_part_of_a_batch_is_run_without_its_own_units(name: str, parts: list[list[Unit]]) -> None:
+    model = FAMILIES_TINY[name]()
+    batches = tiny_batches(model, 3)
+    with zeroed_in_parts(anatomy(model), parts):
+        together = logits_of(model, joined(batches)).chunk(3)
+    assert hook_count(model) == 0
+    for batch, units, found in zip(batches, parts, together, strict=True):
+        dense = logits_of(model, batch)
+        with zeroed(model, units):
+            alone = logits_of(model, batch)
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+        assert ((found - dense).abs().max() > 1e-3) == bool(units)
+
+
+@every_family
+def test_the_same_units_in_each_part_are_those_units_in_the_whole(name: str) -> None:
+    model = FAMILIES_TINY[name]()
+    batch = joined(tiny_batches(model, 3))
+    with zeroed(model, HEADS + GROUPS):
+        whole = logits_of(model, batch)
+    with zeroed_in_parts(anatomy(model), [HEADS + GROUPS, GROUPS + HEADS, iter(HEADS + GROUPS)]):
+        assert torch.equal(logits_of(model, batch), whole)
+
+
+def test_parts_without_any_units_are_the_dense_model_and_hook_nothing() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batch = joined(tiny_batches(model, 3))
+    dense = logits_of(model, batch)
+    with zeroed_in_parts(anatomy(model), [[], [], []]):
+        assert hook_count(model) == 0
+        assert torch.equal(logits_of(model, batch), dense)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "swin"])
+def test_units_of_the_whole_and_of_the_parts_add_up(name: str) -> None:
+    model = FAMILIES_TINY[name]()
+    batch, layers = joined(tiny_batches(model, 3)), anatomy(model)
+    with zeroed_in_parts(layers, [[*GROUPS, *part] for part in ([HEADS[0]], [], HEADS)]):
+        expected = logits_of(model, batch)
+    with zeroed(model, GROUPS), zeroed_in_parts(layers, [[HEADS[0]], [], HEADS]):
+        assert torch.equal(logits_of(model, batch), expected)
+
+
+def test_a_unit_that_is_not_there_is_refused_whichever_part_it_is_of() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    with pytest.raises(SelectionError), zeroed_in_parts(anatomy(model), [HEADS, [], [Unit(HEAD, 0, 3)]]):
+        pytest.fail("the block was entered")
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize("first_in_inference_mode", [False, True])
+def test_a_gradient_reaches_a_unit_from_the_parts_that_have_it_and_from_no_other(first_in_inference_mode: bool) -> None:
+    model = FAMILIES_TINY["llama mha"]()
+    value = model.get_submodule("model.layers.1.self_attn.v_proj").weight
+    assert isinstance(value, nn.Parameter)
+    tokens = joined(tiny_batches(model, 3))["input_ids"]
+    with zeroed_in_parts(anatomy(model), [[Unit(HEAD, 1, 2)], [], [Unit(HEAD, 1, 0)]]):
+        if first_in_inference_mode:
+            with torch.inference_mode():
+                model(input_ids=tokens)
+        for part, without in enumerate([range(8, 12), range(0), range(4)]):  # its heads are 4 wide
+            model.zero_grad()
+            model(input_ids=tokens).logits.chunk(3)[part].square().sum().backward()
+            assert value.grad is not None
+            assert value.grad.eq(0).all(1).nonzero().flatten().tolist() == list(without)

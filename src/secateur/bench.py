@@ -115,14 +115,19 @@ def compare_pulls(
         raise SettingError(f"The pulls are {pulls}, but must be at least 1.")
     batches = random_batches(model, BATCHES_PER_PULL)
     drawn = tuple(range(BATCHES_PER_PULL))
-    first, *units = candidate_units(model, target)  # the first one warms up; a unit measured twice would cost nothing
+    units = candidate_units(model, target)
+    warming = {unit.kind: unit for unit in reversed(units)}.values()  # one of each kind
+    units = [unit for unit in units if unit not in warming]  # a unit measured twice would cost nothing
+    if not units:
+        raise SettingError(f"{name} has too few units to compare: two of a kind are needed.")
     chosen = [units[i] for i in np.linspace(0, len(units) - 1, min(pulls, len(units))).astype(int)]
     pulls = len(chosen)
     clock = _Clock(model)
 
     def warm_meter(**more: Any) -> DamageMeter:
         meter = DamageMeter(model, batches, batches_per_pull=BATCHES_PER_PULL, **options | more)
-        meter.measure(first, drawn)
+        for unit in warming:
+            meter.measure(unit, drawn)
         meter.expect((unit, drawn) for unit in chosen)
         return meter
 
@@ -150,12 +155,16 @@ def compare_pulls(
     )
 
 
-def compare_selection(model: nn.Module, name: str, *, steps: int = 0, progress: Told | None = None, **options: Any) -> Row:
-    """A search by UCB from a cold start: a tenth of the heads, or the first `steps`; 32 pulls a step from 8 batches.
+def compare_selection(
+    model: nn.Module, name: str, *, target: str = HEAD, steps: int = 0, progress: Told | None = None, **options: Any
+) -> Row:
+    """A search by UCB from a cold start: a tenth of the units, or the first `steps`; 32 pulls a step from 8 batches.
 
     What the plain way takes is measured on one pull a step, under the units committed so far.
     """
-    units = candidate_units(model, HEAD)
+    units = candidate_units(model, target)
+    if not 0 <= steps < len(units):
+        raise SettingError(f"The steps are {steps}, but must be 0 to {len(units) - 1}: {name} has {len(units)} units.")
     batches = random_batches(model, N_BATCHES)
     clock = _Clock(model)
     differences: list[float] = []
@@ -216,14 +225,15 @@ def random_batches(model: nn.Module, n: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     if task_of(model) == "text":
         n_tokens = network.get_input_embeddings().num_embeddings
-        tokens = [torch.randint(0, n_tokens, (TEXTS, TOKENS), generator=generator) for _ in range(n)]
+        length = min(TOKENS, getattr(network.config, "max_position_embeddings", TOKENS))
+        tokens = [torch.randint(0, n_tokens, (TEXTS, length), generator=generator) for _ in range(n)]
         return [{"input_ids": ids, "labels": ids} for ids in tokens]
     dtype = next(model.parameters()).dtype
     size = network.config.image_size if hasattr(network, "config") else network.default_cfg["input_size"][-1]
     shape = (IMAGES, 3, *([size, size] if isinstance(size, int) else size))
-    return [
-        {"pixel_values": torch.randn(shape, generator=generator).to(dtype), "labels": torch.arange(IMAGES)} for _ in range(n)
-    ]
+    n_classes = network.config.num_labels if hasattr(network, "config") else network.num_classes
+    labels = torch.arange(IMAGES) % n_classes
+    return [{"pixel_values": torch.randn(shape, generator=generator).to(dtype), "labels": labels} for _ in range(n)]
 
 
 class FlopTable:

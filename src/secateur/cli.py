@@ -452,9 +452,11 @@ def bench(
             watcher.stage(f"loading {name}")
             network = open_bench_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
             watcher.stage(f"measuring {name}")
-            title = f"{Path(name).name} {'selection' if selection else target}"
+            title = f"{Path(name).name} {target}{' selection' if selection else ''}"
             if selection:
-                rows.append(compare_selection(network, title, steps=steps, progress=watcher.evaluated, **options))
+                rows.append(
+                    compare_selection(network, title, target=target, steps=steps, progress=watcher.evaluated, **options)
+                )
             else:
                 rows.append(compare_pulls(network, title, target=target, pulls=pulls, progress=watcher.evaluated, **options))
     stdout.print(markdown(rows))

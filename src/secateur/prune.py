@@ -388,9 +388,9 @@ def check_place(path: Path) -> None:
     while not place.exists():
         place = place.parent
     if path.exists() and not path.is_dir():
-        raise OutputError(f"Cannot write to {path}: it is a file, and a folder is needed. Choose another place with -o.")
+        raise OutputError(f"Cannot write to {path}: it is a file, and a folder is needed. Choose another place.")
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise OutputError(f"Cannot write to {path}: {place} is not a folder that can be written. Choose another place with -o.")
+        raise OutputError(f"Cannot write to {path}: {place} is not a folder that can be written. Choose another place.")
 
 
 def run_settings(model: nn.Module, settings: Settings, calibration: Batches) -> dict[str, Any]:
