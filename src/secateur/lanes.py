@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -57,10 +57,12 @@ class Lanes:
             finally:
                 free.put(lane)
 
+        futures = [self._pool.submit(run, item) for item in items]
         try:
-            return list(self._pool.map(run, items))
+            wait(futures)  # all of them: after a failure nothing is to go on in the background
         finally:
             torch.set_num_threads(threads)  # what threads to come start with
+        return [future.result() for future in futures]
 
 
 def _work(work: Callable[[Lane, Item], Result], lane: Lane, item: Item, zeroed: Sequence[Unit]) -> Result:

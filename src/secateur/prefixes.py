@@ -114,18 +114,15 @@ class Prefixes:
         projected: Tensor | None = None
 
         def gave(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal kept, projected
             if i + 1 < self._n_layers:  # nobody starts after the last block
                 kept.output = output
             self._put(batch, i, self._worth_keeping(i, kept))
+            kept, projected = Kept(), None  # what was not worth keeping is not to wait for the end of the run
 
-        def entered_out(module: nn.Module, args: Any, output: Tensor) -> None:
+        def projects(module: nn.Module, args: Any, output: Tensor) -> None:
             nonlocal projected
             projected = output
-            if HEAD in kinds:
-                kept.entering[HEAD] = args[0]
-
-        def entered_mlp_out(module: nn.Module, args: Any) -> None:
-            kept.entering[MLP] = args[0]
 
         def attended(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, tuple):
@@ -135,11 +132,17 @@ class Prefixes:
             if MLP in kinds:
                 kept.attention = output
 
-        hooks = [layer.block.register_forward_hook(gave)]
+        def enters(kind: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, args: kept.entering.update({kind: args[0]})
+
+        # First in line: another's hook is to change what is kept when it is used, not before and then once more.
+        hooks = [layer.block.register_forward_hook(gave, prepend=True)]
         if self._inside:
-            hooks += [layer.attention.register_forward_hook(attended), layer.out.register_forward_hook(entered_out)]
-            if MLP in kinds:
-                hooks.append(layer.mlp_out.register_forward_pre_hook(entered_mlp_out))
+            hooks.append(layer.attention.register_forward_hook(attended, prepend=True))
+            hooks.append(layer.out.register_forward_hook(projects))
+            for kind, projection in ((HEAD, layer.out), (MLP, layer.mlp_out)):
+                if kind in kinds:
+                    hooks.append(projection.register_forward_pre_hook(enters(kind), prepend=True))
         for hook in hooks:
             stack.callback(hook.remove)
 
