@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from secateur.bench import open_model, random_batches
-from secateur.families import anatomy
+from secateur.families import anatomy, task_of
 
 SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct"
 
@@ -32,6 +32,7 @@ def main() -> None:
     model: Any = open_model(given.model)
     body = getattr(model, model.base_model_prefix)  # without the output layer, which is measured by damage.py
     batches = [next(iter(batch.values())) for batch in random_batches(model, 2)]
+    options = {"use_cache": False} if task_of(model) == "text" else {}
     threads = torch.get_num_threads()
     shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}
     copies = [copy.deepcopy(body, dict(shared)) for _ in batches]
@@ -39,7 +40,7 @@ def main() -> None:
 
     def run(body: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
-            return torch.as_tensor(body(x)[0])
+            return torch.as_tensor(body(x, **options)[0])
 
     ways: dict[str, Callable[[], Any]] = {
         "one after the other": lambda: [run(body, x) for x in batches],

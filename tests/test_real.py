@@ -93,6 +93,20 @@ def test_zeroing_a_head_of_smollm2_equals_zeroing_its_columns_of_o_proj(unit: sc
 
 
 @needs_smollm2
+def test_smollm2_s_losses_are_the_same_to_the_bit_with_all_that_is_kept_and_side_by_side(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    batches = sc.text_batches("builtin", tokenizer, split="train", limit=4, seq_len=64, batch_size=2)
+    committed, units = sc.Unit("head", 12, 4), [sc.Unit("head", 5, 0), sc.Unit("mlp", 14, 3, 128), sc.Unit("head", 29, 8)]
+    plain, ours = (sc.DamageMeter(model, batches, cache_memory=memory, lanes=lanes) for memory, lanes in ((0, 1), (None, 2)))
+    for unit in units:
+        assert ours.measure(unit, [0, 1]) == plain.measure(unit, [0, 1])
+    for meter in (plain, ours):
+        meter.commit(committed)
+    assert ours.measure(units[0], [0, 1]) == plain.measure(units[0], [0, 1])
+    assert (ours.forwards, ours.cache_was_full) == (plain.forwards, False)
+
+
+@needs_smollm2
 @pytest.mark.usefixtures("terminate")
 def test_smollm2_is_pruned_of_two_heads_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
