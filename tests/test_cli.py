@@ -876,7 +876,7 @@ def test_a_full_disk_is_one_sentence_and_once_there_is_room_the_run_ends_the_sam
 
 # Processes
 
-SLOW = ["--pulls-per-step", 400, "--batches-per-pull", 1]  # 1200 pulls
+SLOW = ["--pulls-per-step", 4000, "--batches-per-pull", 1]  # 12000 pulls
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -903,7 +903,7 @@ def stop_at(journal: Path, lines: int, process: subprocess.Popen[str], stop: sig
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 def test_a_run_killed_again_and_again_ends_with_the_same_bytes(world: World, tmp_path: Path, run: Run) -> None:
     command, journal = prune_command(world, tmp_path / "cut", *SLOW), tmp_path / "cut" / "journal.jsonl"
-    for lines in (50, 600):
+    for lines in (50, 6000):
         killed = stop_at(journal, lines, start(*command), signal.SIGKILL)
         assert (killed.code, killed.out) == (-signal.SIGKILL, "")
         assert not (tmp_path / "cut" / "selection.json").exists()

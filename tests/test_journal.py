@@ -272,6 +272,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+import conftest
 from test_journal import DAMAGES, FakeMeter, Thompson, run
 
 class Hanging(FakeMeter):
