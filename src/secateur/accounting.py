@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from secateur.families import Layer, anatomy, layer_of
-from secateur.units import HEAD, Unit
+from secateur.units import HEAD, MLP, Unit
 
 
 def total_parameters(model: nn.Module) -> int:
@@ -21,12 +21,13 @@ def total_parameters(model: nn.Module) -> int:
 def effective_parameters(layer: Layer, unit: Unit) -> int:
     """P_j, the parameters that one unit of `layer` stands for (Eq. 12-14)."""
     d, width = layer.width, len(layer.channels(unit))
-    if unit.kind != HEAD:
+    if unit.kind == MLP:
         return 3 * d * width + 2 * width if layer.gated else 2 * d * width + width
-    if layer.grouped_query:
+    if unit.kind == HEAD and layer.grouped_query:
         return 2 * d * width
     biased = isinstance(layer.qkv[0].bias, Tensor)
-    return 4 * d * width + (3 * width if biased else 0)
+    shared = width if unit.kind == HEAD else layer.head_dim  # of K and V each; a K/V group has one K/V head for all its heads
+    return 2 * d * (width + shared) + (width + 2 * shared if biased else 0)
 
 
 def zeroed_percent(model: nn.Module, units: Iterable[Unit]) -> float:

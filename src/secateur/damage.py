@@ -103,7 +103,7 @@ class DamageMeter:
         pairs = [(unit, i) for i in batches]
         self.pulls += 1
         self._count([*batches, *pairs])
-        self._kinds.add(unit.kind)
+        self._kinds.add(unit.side)
         self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses], batches)
         return [self._base_losses[i] for i in batches], [self._masked_losses[pair] for pair in pairs]
 
@@ -174,7 +174,7 @@ class DamageMeter:
     def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[float]:
         """The masked losses of one run."""
         first = run[0][0].layer
-        kind = HEAD if any(unit.kind == HEAD for unit, _ in run if unit.layer == first) else MLP
+        kind = HEAD if any(unit.side == HEAD for unit, _ in run if unit.layer == first) else MLP
         batches = [self.batches[i] for _, i in run]
         joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
         masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])

@@ -7,6 +7,7 @@
     │   └── UnsupportedModel    a model of no known family
     ├── DataError           text or images that are missing, broken, too few, or used twice
     ├── SelectionError      a selection that cannot be read, or was made for another model
+    ├── ProofError          a cut model that does not compute what the zeroed one does
     └── OutputError         a place that cannot be written, or that holds another run's work
 
 Each message is one sentence or two: what is wrong, where, and what to do. The command line prints it and exits with 2.
@@ -59,6 +60,10 @@ class DataError(SecateurError):
 
 class SelectionError(SecateurError):
     """A selection that cannot be read, or was made for another model."""
+
+
+class ProofError(SecateurError):
+    """A cut model that does not compute what the zeroed one does."""
 
 
 class OutputError(SecateurError):

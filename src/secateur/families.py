@@ -6,6 +6,7 @@ which family it is. To add one, see docs/add-a-family.md.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secateur.errors import SelectionError, UnsupportedModel
-from secateur.units import GROUP_WIDTH, HEAD, Unit, enumerate_units
+from secateur.units import GROUP_WIDTH, HEAD, KV_GROUP, MLP, Unit, enumerate_units
 
 SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 
@@ -30,6 +31,8 @@ class Family:
     mlp_in: tuple[str, ...]  # two names make a gated MLP
     mlp_out: str
     packing: str = SEPARATE  # or one projection: PACKED is [all Q | all K | all V], PER_HEAD is [q k v] head after head
+    mlp_setting: str = "intermediate_size"  # what the config calls the MLP's width; "mlp_ratio" is a multiple of the model's
+    head_dim_setting: bool = False  # the config says how wide a head is, whatever their number
 
 
 _LLAMA = Family(
@@ -40,6 +43,7 @@ _LLAMA = Family(
     out="o_proj",
     mlp_in=("mlp.gate_proj", "mlp.up_proj"),
     mlp_out="mlp.down_proj",
+    head_dim_setting=True,
 )
 _VIT = Family(
     task="image",
@@ -59,6 +63,7 @@ _TIMM = Family(
     mlp_in=("mlp.fc1",),
     mlp_out="mlp.fc2",
     packing=PACKED,
+    mlp_setting="mlp_ratio",
 )
 
 # transformers' model_type, or "timm/" and the class name.
@@ -72,6 +77,7 @@ FAMILIES: dict[str, Family] = {
         mlp_in=("mlp.c_fc",),
         mlp_out="mlp.c_proj",
         packing=PACKED,
+        mlp_setting="n_inner",
     ),
     "opt": Family(
         task="text",
@@ -81,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         out="out_proj",
         mlp_in=("fc1",),
         mlp_out="fc2",
+        mlp_setting="ffn_dim",
     ),
     "gpt_neox": Family(
         task="text",
@@ -102,7 +109,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": _LLAMA,
     "vit": _VIT,
     "deit": replace(_VIT, blocks="deit.layers"),
-    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks"),
+    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio"),
     "timm/VisionTransformer": _TIMM,
     "timm/VisionTransformerDistilled": _TIMM,
     "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks"),
@@ -142,6 +149,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     mlp_width: int  # D_l
+    kv_of: tuple[int, ...]  # of each head, the K/V head it looks at; in ascending order
 
     @property
     def grouped_query(self) -> bool:
@@ -153,26 +161,37 @@ class Layer:
 
     def projection(self, unit: Unit) -> nn.Module:
         """The output projection that the unit's channels enter."""
-        return self.out if unit.kind == HEAD else self.mlp_out
+        return self.mlp_out if unit.kind == MLP else self.out
+
+    def heads_of(self, unit: Unit) -> range:
+        """The heads that a unit of the attention is made of."""
+        if unit.kind == HEAD:
+            return range(unit.index, unit.index + 1)
+        start = bisect_left(self.kv_of, unit.index)
+        return range(start, bisect_right(self.kv_of, unit.index))
 
     def channels(self, unit: Unit) -> range:
         """The unit's channels in the input of that projection (Eq. 9 and 10)."""
-        width, total = (self.head_dim, self.heads * self.head_dim) if unit.kind == HEAD else (unit.width, self.mlp_width)
-        start = unit.index * width
-        if start >= total:
-            n = self.heads if unit.kind == HEAD else -(-total // width)
-            what = "heads" if unit.kind == HEAD else f"MLP groups of {width} channels"
+        n, what = {
+            HEAD: (self.heads, "heads"),
+            KV_GROUP: (self.kv_heads, "K/V groups"),
+            MLP: (-(-self.mlp_width // (unit.width or 1)), f"MLP groups of {unit.width} channels"),
+        }[unit.kind]
+        if unit.index >= n:
             raise SelectionError(f"There is no unit {unit}: block {unit.layer} has {n} {what}, counted from 0.")
-        return range(start, min(start + width, total))
+        if unit.kind == MLP:
+            return range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
+        heads = self.heads_of(unit)
+        return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def slices(self, unit: Unit) -> Iterator[Slice]:
         """The parameters that belong to this unit alone: what Eq. 12-14 count, and W_j of Eq. 33-36.
 
-        A K/V head shared by several query heads belongs to none of them (Eq. 13).
+        A K/V head shared by several query heads belongs to none of them (Eq. 13), and to their K/V group.
         """
         channels = self.channels(unit)
         start, length = channels.start, len(channels)
-        if unit.kind != HEAD:
+        if unit.kind == MLP:
             for module in self.mlp_in:
                 yield from _outputs(module, start, length)
         elif self.packing == PER_HEAD:
@@ -181,11 +200,12 @@ class Layer:
             for part in range(3):
                 yield from _outputs(self.qkv[0], part * self.heads * self.head_dim + start, length)
         else:
-            for module in self.qkv[:1] if self.grouped_query else self.qkv:
-                yield from _outputs(module, start, length)
+            yield from _outputs(self.qkv[0], start, length)
+            if unit.kind == KV_GROUP or not self.grouped_query:
+                for module in self.qkv[1:]:
+                    yield from _outputs(module, unit.index * self.head_dim, self.head_dim)
         projection = self.projection(unit)
-        weight = _weight(projection)
-        yield Slice(projection, weight, _input_dim(projection), start, length, over_inputs=True)
+        yield Slice(projection, weight_of(projection), input_dim(projection), start, length, over_inputs=True)
 
 
 def family_of(model: nn.Module) -> str:
@@ -230,7 +250,11 @@ def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GRO
     """
     layers = anatomy(model)
     return enumerate_units(
-        [layer.heads for layer in layers], [layer.mlp_width for layer in layers], target=target, group_width=group_width
+        [layer.heads for layer in layers],
+        [layer.mlp_width for layer in layers],
+        kv_heads=[layer.kv_heads for layer in layers],
+        target=target,
+        group_width=group_width,
     )
 
 
@@ -252,6 +276,7 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
         head_dim = inner // attention.num_heads
     heads = inner // head_dim
     kv_heads = _out_features(qkv[1]) // head_dim if family.packing == SEPARATE else heads
+    kv_of = getattr(attention, "kv_index", None) or [h * kv_heads // heads for h in range(heads)]  # ours, where they are uneven
     mlp_width = _in_features(mlp_out)
     q_features = _out_features(qkv[0]) if family.packing == SEPARATE else _out_features(qkv[0]) // 3
     if q_features != inner or any(_out_features(module) != mlp_width for module in mlp_in):
@@ -276,6 +301,7 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
         kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_width=mlp_width,
+        kv_of=tuple(kv_of),
     )
 
 
@@ -291,24 +317,25 @@ def _walk(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _outputs(module: nn.Module, start: int, length: int) -> Iterator[Slice]:
     """The rows of a projection that make outputs start:start+length, and their biases."""
-    yield Slice(module, _weight(module), 1 - _input_dim(module), start, length)
+    yield Slice(module, weight_of(module), 1 - input_dim(module), start, length)
     if isinstance(module.bias, Tensor):
         yield Slice(module, module.bias, 0, start, length)
 
 
-def _weight(module: nn.Module) -> Tensor:
+def weight_of(module: nn.Module) -> Tensor:
     assert isinstance(module.weight, Tensor)
     return module.weight
 
 
-def _input_dim(module: nn.Module) -> int:
+def input_dim(module: nn.Module) -> int:
+    """The dimension of a projection's weight that runs over its inputs."""
     # transformers' Conv1D (GPT-2) stores its weight as (inputs, outputs), nn.Linear as (outputs, inputs).
-    return 0 if type(module).__name__ == "Conv1D" else 1
+    return 0 if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) else 1
 
 
 def _in_features(module: nn.Module) -> int:
-    return int(_weight(module).shape[_input_dim(module)])
+    return int(weight_of(module).shape[input_dim(module)])
 
 
 def _out_features(module: nn.Module) -> int:
-    return int(_weight(module).shape[1 - _input_dim(module)])
+    return int(weight_of(module).shape[1 - input_dim(module)])

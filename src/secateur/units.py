@@ -10,16 +10,18 @@ from typing import Any
 
 from secateur.errors import SelectionError, SettingError, not_one_of
 
-HEAD, MLP = "head", "mlp"
-TARGETS = (HEAD, MLP, "both")
+HEAD, MLP, KV_GROUP = "head", "mlp", "kv_group"
+KINDS = (HEAD, MLP, KV_GROUP)
+TARGETS = {"head": (HEAD,), "mlp": (MLP,), "both": (HEAD, MLP), "kv_group": (KV_GROUP,), "kv_group+mlp": (KV_GROUP, MLP)}
 GROUP_WIDTH = 32  # g0, the paper's nominal number of MLP channels in a group
 
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """A typed structured candidate: head `index`, or MLP channel group `index`, of block `layer`; all counted from 0.
+    """A typed structured candidate: head, MLP channel group or K/V group `index` of block `layer`; all counted from 0.
 
-    An MLP group carries the nominal `width` of its partition, so that a unit alone says which channels it means.
+    A head is a query head; a K/V group is a K/V head with all the query heads that share it. An MLP group carries the nominal
+    `width` of its partition, so that a unit alone says which channels it means.
     """
 
     kind: str
@@ -28,20 +30,25 @@ class Unit:
     width: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in (HEAD, MLP):
-            raise SettingError(f"A unit's kind is {HEAD!r} or {MLP!r}, not {self.kind!r}.")
+        if self.kind not in KINDS:
+            raise not_one_of("kind of a unit", self.kind, KINDS)
         if self.layer < 0 or self.index < 0 or self.width < 0:
             raise SettingError(
                 f"A unit's layer, index and width are counted from 0, not {self.layer}, {self.index}, {self.width}."
             )
-        object.__setattr__(self, "width", 0 if self.kind == HEAD else self.width or GROUP_WIDTH)
+        object.__setattr__(self, "width", (self.width or GROUP_WIDTH) if self.kind == MLP else 0)
+
+    @property
+    def side(self) -> str:
+        """Which half of the block the unit belongs to: HEAD for the attention, MLP for the MLP."""
+        return MLP if self.kind == MLP else HEAD
 
     def __str__(self) -> str:
         return f"{self.kind} {self.layer}.{self.index}"
 
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"kind": self.kind, "layer": self.layer, "index": self.index}
-        return fields if self.kind == HEAD else fields | {"width": self.width}
+        return fields | {"width": self.width} if self.kind == MLP else fields
 
     @classmethod
     def from_json(cls, fields: Any) -> Unit:
@@ -52,20 +59,25 @@ class Unit:
 
 
 def enumerate_units(
-    heads: Sequence[int], mlp_widths: Sequence[int], *, target: str, group_width: int = GROUP_WIDTH
+    heads: Sequence[int],
+    mlp_widths: Sequence[int],
+    *,
+    target: str,
+    group_width: int = GROUP_WIDTH,
+    kv_heads: Sequence[int] | None = None,
 ) -> list[Unit]:
-    """All candidates U of a model with `heads[l]` heads and `mlp_widths[l]` MLP channels in block l (Eq. 1-5)."""
+    """All candidates U of a model with `heads[l]` heads and `mlp_widths[l]` MLP channels in block l (Eq. 1-5).
+
+    Without `kv_heads` every head has a K/V head of its own.
+    """
     if target not in TARGETS:
         raise not_one_of("target", target, TARGETS)
     if group_width < 1:
         raise SettingError(f"The MLP group width is {group_width}, but must be at least 1.")
-    units: list[Unit] = []
-    if target in (HEAD, "both"):
-        units += [Unit(HEAD, layer, h) for layer, n in enumerate(heads) for h in range(n)]
-    if target in (MLP, "both"):
-        groups = [math.ceil(width / group_width) for width in mlp_widths]  # Q_l; the last group may be smaller (Eq. 2)
-        units += [Unit(MLP, layer, q, group_width) for layer, n in enumerate(groups) for q in range(n)]
-    return units
+    groups = [math.ceil(width / group_width) for width in mlp_widths]  # Q_l; the last group may be smaller (Eq. 2)
+    counts = {HEAD: heads, MLP: groups, KV_GROUP: heads if kv_heads is None else kv_heads}
+    kinds = TARGETS[target]
+    return [Unit(kind, layer, i, group_width) for kind in kinds for layer, n in enumerate(counts[kind]) for i in range(n)]
 
 
 def check_ratio(ratio: float) -> None:
