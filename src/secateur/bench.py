@@ -18,12 +18,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from secateur import flops
 from secateur.damage import DamageMeter
 from secateur.errors import SettingError, not_one_of
 from secateur.families import anatomy, candidate_units, task_of
 from secateur.losses import Batch, batch_loss, device_of
+from secateur.measure import image_shape
 from secateur.models import DTYPES, load, load_shapes, resolve_device
 from secateur.policies import UCB
 from secateur.selection import Pull, select
@@ -147,8 +148,8 @@ def compare_pulls(
         pulls=pulls,
         plain_seconds=clock.seconds["plain"] / pulls,
         seconds=clock.seconds["ours"] / pulls,
-        plain_flops=_flops(lambda: plain_pull(model, batches, chosen[0])),
-        flops=_flops(lambda: [meter.measure(unit, drawn) for unit in chosen]) / pulls,
+        plain_flops=flops.count(lambda: plain_pull(model, batches, chosen[0])),
+        flops=flops.count(lambda: [meter.measure(unit, drawn) for unit in chosen]) / pulls,
         least_flops=sum(least.masked(unit) for unit in chosen) / pulls * BATCHES_PER_PULL,
         peak=clock.peak,
         difference=difference,
@@ -192,7 +193,7 @@ def compare_selection(
         pulls=len(trace),
         plain_seconds=clock.seconds["plain"] / len(differences),
         seconds=clock.seconds["ours"] / len(trace),
-        plain_flops=_flops(lambda: plain_pull(model, batches[:BATCHES_PER_PULL], units[0])),
+        plain_flops=flops.count(lambda: plain_pull(model, batches[:BATCHES_PER_PULL], units[0])),
         flops=None,
         least_flops=least,
         peak=clock.peak,
@@ -229,8 +230,7 @@ def random_batches(model: nn.Module, n: int) -> list[dict[str, Tensor]]:
         tokens = [torch.randint(0, n_tokens, (TEXTS, length), generator=generator) for _ in range(n)]
         return [{"input_ids": ids, "labels": ids} for ids in tokens]
     dtype = next(model.parameters()).dtype
-    size = network.config.image_size if hasattr(network, "config") else network.default_cfg["input_size"][-1]
-    shape = (IMAGES, 3, *([size, size] if isinstance(size, int) else size))
+    shape = (IMAGES, *image_shape(model))
     n_classes = network.config.num_labels if hasattr(network, "config") else network.num_classes
     labels = torch.arange(IMAGES) % n_classes
     return [{"pixel_values": torch.randn(shape, generator=generator).to(dtype), "labels": labels} for _ in range(n)]
@@ -240,7 +240,7 @@ class FlopTable:
     """The FLOPs of a batch's run, counted up to the point where each block and each projection is entered."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
-        counter = _counter()
+        counter = flops.counter()
         self._before: dict[tuple[str, int], int] = {}  # by block, or kind of unit, and layer
 
         def note(key: tuple[str, int]) -> Callable[..., None]:
@@ -263,7 +263,7 @@ class FlopTable:
 
     def masked(self, unit: Unit) -> int:
         """From the projection that the unit enters on."""
-        return self._total - self._before[unit.kind, unit.layer]
+        return self._total - self._before[unit.side, unit.layer]
 
     def searched(self, trace: Sequence[Pull], units: Sequence[Unit]) -> int:
         """Of a search that commits `units`: each masked run once, each base run from the first block changed since the last."""
@@ -300,23 +300,6 @@ class _Clock:
         if self._like.device.type != "cpu":
             torch.accelerator.synchronize(self._like.device)
         return time.perf_counter()
-
-
-def _counter() -> FlopCounterMode:
-    """torch's counter, taught the attention of the CPU, whose FLOPs it leaves out."""
-
-    def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any) -> int:
-        rows, heads, length, width = query
-        return int(2 * rows * heads * length * key[-2] * (width + value[-1]))
-
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
-
-
-def _flops(work: Callable[[], Any]) -> int:
-    with _counter() as counter:
-        work()
-    return int(counter.get_total_flops())
 
 
 def _difference(expected: tuple[list[float], list[float]], found: tuple[list[float], list[float]]) -> float:
