@@ -9,7 +9,7 @@ from torch import nn
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
 from secateur.families import anatomy, candidate_units
 from secateur.models import load_shapes
-from secateur.units import HEAD, MLP, Unit, n_selected
+from secateur.units import HEAD, KV_GROUP, MLP, Unit, n_selected
 from tiny import FAMILIES_TINY, GROUP
 
 GPT2, GPT2_MEDIUM = "gpt2", "gpt2-medium"
@@ -118,6 +118,31 @@ def test_a_head_of_an_unbiased_attention_is_four_weight_slices() -> None:
 @pytest.mark.parametrize(("name", "d", "head_dim"), [("llama", 16, 4), ("qwen2", 24, 4), ("qwen3", 12, 8), ("gemma", 12, 8)])
 def test_a_query_head_that_shares_its_keys_and_values_is_its_query_and_output_slices(name: str, d: int, head_dim: int) -> None:
     assert count(FAMILIES_TINY[name](), Unit(HEAD, 1, 2)) == 2 * d * head_dim
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "heads", "head_dim", "biases"),
+    [
+        ("llama", 16, 2, 4, 0),
+        ("qwen2", 24, 3, 4, 3 + 2),
+        ("qwen3", 12, 2, 8, 0),
+        ("gemma", 12, 3, 8, 0),
+        ("llama mha", 16, 1, 4, 0),
+    ],
+)
+def test_a_kv_group_is_the_slices_of_its_heads_and_those_of_their_keys_and_values(
+    name: str, d: int, heads: int, head_dim: int, biases: int
+) -> None:
+    assert count(FAMILIES_TINY[name](), Unit(KV_GROUP, 1, 0)) == (2 * heads + 2) * d * head_dim + biases * head_dim
+
+
+@pytest.mark.parametrize("name", FAMILIES_TINY)
+def test_the_count_of_a_kv_group_is_the_number_of_parameters_that_are_its_own(name: str) -> None:
+    for layer in anatomy(FAMILIES_TINY[name]()):
+        for unit in [Unit(KV_GROUP, 0, i) for i in range(layer.kv_heads)]:
+            assert effective_parameters(layer, unit) == sum(part.of(part.parameter).numel() for part in layer.slices(unit))
+            if not layer.grouped_query:
+                assert effective_parameters(layer, unit) == effective_parameters(layer, Unit(HEAD, 0, unit.index))
 
 
 @pytest.mark.parametrize(("index", "width"), [(0, 4), (2, 4), (3, 2)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from secateur.errors import SelectionError, UnsupportedModel
 from secateur.families import FAMILIES, anatomy, candidate_units, family_of, layer_of
-from secateur.units import HEAD, MLP, Unit
+from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from secateur.zeroing import zeroed
 from tiny import FAMILIES_TINY, GROUP, logits_of, tf, tiny_batch
 
@@ -30,25 +30,30 @@ class ByHand:
     mlp_widths: tuple[int, ...] = (14, 14, 14)
     blocks: tuple[str, ...] = THREE
     shared_kv: bool = False
+    per_kv: int = 1  # heads that look at the same K/V head
 
     def columns(self, unit: Unit) -> list[int]:
         """The input channels of the output projection that carry the unit."""
         if unit.kind == HEAD:
             return [unit.index * self.head_dim + i for i in range(self.head_dim)]
+        if unit.kind == KV_GROUP:
+            size = self.per_kv * self.head_dim
+            return [unit.index * size + i for i in range(size)]
         return [c for c in range(self.mlp_widths[unit.layer]) if c // GROUP == unit.index]
 
     def projection(self, model: nn.Module, unit: Unit) -> nn.Module:
-        path = self.out if unit.kind == HEAD else self.mlp_out
+        path = self.mlp_out if unit.kind == MLP else self.out
         return model.get_submodule(path.format(self.blocks[unit.layer]))
 
 
-def _llama(heads: int = 4, head_dim: int = 4, shared_kv: bool = True) -> ByHand:
+def _llama(heads: int = 4, head_dim: int = 4, per_kv: int = 2) -> ByHand:
     return ByHand(
         "model.layers.{}.self_attn.o_proj",
         "model.layers.{}.mlp.down_proj",
         heads=(heads,) * 3,
         head_dim=head_dim,
-        shared_kv=shared_kv,
+        shared_kv=per_kv > 1,
+        per_kv=per_kv,
     )
 
 
@@ -64,12 +69,12 @@ BY_HAND: dict[str, ByHand] = {
     "gpt_neox": _NEOX,
     "gpt_neox sequential": _NEOX,
     "llama": _llama(),
-    "llama mha": _llama(shared_kv=False),
+    "llama mha": _llama(per_kv=1),
     "mistral": _llama(),
     "smollm3": _llama(),
-    "qwen2": _llama(heads=6),
+    "qwen2": _llama(heads=6, per_kv=3),
     "qwen3": _llama(head_dim=8),
-    "gemma": _llama(heads=3, head_dim=8),
+    "gemma": _llama(heads=3, head_dim=8, per_kv=3),
     "gemma2": _llama(head_dim=8),
     "gemma3_text": _llama(head_dim=8),
     "vit": ByHand("vit.layers.{}.attention.o_proj", "vit.layers.{}.mlp.fc2"),
@@ -90,14 +95,17 @@ BY_HAND: dict[str, ByHand] = {
 }
 
 every_family = pytest.mark.parametrize("name", FAMILIES_TINY)
-both_kinds = pytest.mark.parametrize("kind", [HEAD, MLP])
+every_kind = pytest.mark.parametrize("kind", [HEAD, MLP, KV_GROUP])
 
 
 def some_units(by_hand: ByHand, kind: str) -> list[Unit]:
     """Two of the first block, one of the middle, and the last of the last, which for an MLP is the odd group."""
     last = len(by_hand.blocks) - 1
-    end = by_hand.heads[last] - 1 if kind == HEAD else by_hand.mlp_widths[last] // GROUP
-    return [Unit(kind, layer, index, GROUP) for layer, index in ((0, 0), (0, 2), (1, 1), (last, end))]
+    end = by_hand.mlp_widths[last] // GROUP if kind == MLP else by_hand.heads[last] - 1
+    places = [(0, 0), (0, 2), (1, 1), (last, end)]
+    if kind == KV_GROUP:  # of as many heads
+        places = [(layer, index // by_hand.per_kv) for layer, index in places]
+    return [Unit(kind, layer, index, GROUP) for layer, index in places]
 
 
 def without_columns(model: nn.Module, by_hand: ByHand, units: list[Unit]) -> nn.Module:
@@ -115,7 +123,7 @@ def without_columns(model: nn.Module, by_hand: ByHand, units: list[Unit]) -> nn.
 
 
 @every_family
-@both_kinds
+@every_kind
 def test_a_zeroed_model_gives_the_logits_of_one_whose_weight_columns_are_zeroed_by_hand(name: str, kind: str) -> None:
     model, by_hand = FAMILIES_TINY[name](), BY_HAND[name]
     batch = tiny_batch(model)
@@ -138,10 +146,13 @@ def test_the_candidates_are_the_heads_and_groups_that_the_config_says(name: str)
     assert candidate_units(model, HEAD) == heads
     assert candidate_units(model, MLP, GROUP) == groups
     assert candidate_units(model, "both", GROUP) == heads + groups
+    kv_groups = [Unit(KV_GROUP, layer, k) for layer, n in enumerate(by_hand.heads) for k in range(n // by_hand.per_kv)]
+    assert candidate_units(model, KV_GROUP) == kv_groups
+    assert candidate_units(model, "kv_group+mlp", GROUP) == kv_groups + groups
 
 
 @every_family
-@both_kinds
+@every_kind
 def test_the_parameters_that_make_a_unit_do_nothing_once_it_is_zeroed(name: str, kind: str) -> None:
     model, by_hand = FAMILIES_TINY[name](), BY_HAND[name]
     batch, rng = tiny_batch(model), torch.Generator().manual_seed(1)
@@ -158,7 +169,7 @@ def test_the_parameters_that_make_a_unit_do_nothing_once_it_is_zeroed(name: str,
 
 
 @every_family
-@both_kinds
+@every_kind
 def test_the_units_of_a_block_share_its_projections_out_among_them_without_gap_or_overlap(name: str, kind: str) -> None:
     model, by_hand = FAMILIES_TINY[name](), BY_HAND[name]
     for layer, (block, read) in enumerate(zip(by_hand.blocks, anatomy(model), strict=True)):
@@ -175,10 +186,11 @@ def test_the_units_of_a_block_share_its_projections_out_among_them_without_gap_o
 
 def _owned_by_hand(model: nn.Module, by_hand: ByHand, kind: str, block: str) -> set[str]:
     """The tensors of a block's attention or MLP, without norms, position tables, shared K/V heads and the output's bias."""
-    path = (by_hand.out if kind == HEAD else by_hand.mlp_out).format(block)
+    path = (by_hand.mlp_out if kind == MLP else by_hand.out).format(block)
     parent = path.rpartition(".")[0]
-    inputs = {HEAD: ("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv"), MLP: ("fc1", "c_fc", "dense_h_to_4h")}
-    wanted = {*inputs[kind], "gate_proj", "up_proj"} - ({"k_proj", "v_proj"} if by_hand.shared_kv else set())
+    heads = ("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv")
+    inputs = ("fc1", "c_fc", "dense_h_to_4h", "gate_proj", "up_proj") if kind == MLP else heads
+    wanted = {*inputs} - ({"k_proj", "v_proj"} if by_hand.shared_kv and kind == HEAD else set())
     keys = [key for key, _ in model.named_parameters() if key.startswith(parent + ".")]
     return {f"{path}.weight"} | {key for key in keys if key.removeprefix(parent + ".").split(".")[0] in wanted}
 
@@ -220,6 +232,7 @@ def test_an_mlp_that_packs_two_projections_into_one_is_refused_rather_than_misre
     ("unit", "message"),
     [
         (Unit(HEAD, 1, 3), "no unit head 1.3: block 1 has 3 heads"),
+        (Unit(KV_GROUP, 1, 3), "no unit kv_group 1.3: block 1 has 3 K/V groups"),
         (Unit(MLP, 1, 4, GROUP), "no unit mlp 1.4: block 1 has 4 MLP groups of 4 channels"),
         (Unit(HEAD, 3, 0), "no unit head 3.0: the model has 3 blocks"),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from secateur.errors import SettingError
 from secateur.families import candidate_units
 from secateur.scores import STATIC_METHODS, unit_scores
-from secateur.units import HEAD, MLP, Unit
+from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batches
 
 Entry = tuple[str, str, tuple[int, ...], int | None]  # module, its parameter, the index into it, the input channel it meets
@@ -40,9 +40,14 @@ def gpt2_entries(unit: Unit) -> list[Entry]:
 def llama_entries(unit: Unit) -> list[Entry]:
     """d = 16, 4 query heads of 4 over 2 K/V heads; nn.Linear weights are (outputs, inputs), and there are no biases."""
     block, d, channels = f"model.layers.{unit.layer}", 16, own_channels(unit, 14)
-    firsts = [f"{block}.self_attn.q_proj"] if unit.kind == HEAD else [f"{block}.mlp.gate_proj", f"{block}.mlp.up_proj"]
-    last = f"{block}.self_attn.o_proj" if unit.kind == HEAD else f"{block}.mlp.down_proj"
+    if unit.kind == KV_GROUP:
+        channels = list(range(8 * unit.index, 8 * unit.index + 8))
+    firsts = [f"{block}.mlp.gate_proj", f"{block}.mlp.up_proj"] if unit.kind == MLP else [f"{block}.self_attn.q_proj"]
+    last = f"{block}.mlp.down_proj" if unit.kind == MLP else f"{block}.self_attn.o_proj"
     entries: list[Entry] = [(first, "weight", (o, i), i) for first in firsts for i in range(d) for o in channels]
+    if unit.kind == KV_GROUP:
+        shared, own = [f"{block}.self_attn.{p}_proj" for p in "kv"], range(4 * unit.index, 4 * unit.index + 4)
+        entries += [(first, "weight", (o, i), i) for first in shared for i in range(d) for o in own]
     return entries + [(last, "weight", (o, i), i) for i in channels for o in range(d)]
 
 
@@ -65,8 +70,9 @@ def own_channels(unit: Unit, mlp_width: int) -> list[int]:
 
 MODELS: dict[str, Callable[[Unit], list[Entry]]] = {"gpt2": gpt2_entries, "llama": llama_entries, "timm vit": timm_entries}
 UNITS = [Unit(HEAD, 0, 0), Unit(HEAD, 1, 2), Unit(MLP, 0, 1, GROUP), Unit(MLP, 2, 3, GROUP)]
+CASES = [*((name, UNITS) for name in MODELS), ("llama", [Unit(KV_GROUP, 0, 0), Unit(KV_GROUP, 1, 1)])]
 FROZEN = "transformer.h.0.attn.c_attn.weight"
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize(("name", "units"), CASES, ids=[*MODELS, "K/V groups of llama"])
 
 
 def plain_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -118,44 +124,46 @@ def gradient(model: nn.Module, entry: Entry) -> float:
 
 
 @every_model
-def test_magnitude_is_the_mean_absolute_value_of_the_units_own_parameters(name: str) -> None:
+def test_magnitude_is_the_mean_absolute_value_of_the_units_own_parameters(name: str, units: list[Unit]) -> None:
     model = FAMILIES_TINY[name]()
-    scores = unit_scores("magnitude", model, UNITS)
-    for unit in UNITS:
+    scores = unit_scores("magnitude", model, units)
+    for unit in units:
         values = [abs(value(model, entry)) for entry in MODELS[name](unit)]
         assert scores[unit] == pytest.approx(sum(values) / len(values), rel=1e-5)
 
 
 @every_model
-def test_wanda_is_the_sum_of_each_weights_magnitude_times_the_norm_of_the_channel_it_meets(name: str) -> None:
+def test_wanda_is_the_sum_of_each_weights_magnitude_times_the_norm_of_the_channel_it_meets(
+    name: str, units: list[Unit]
+) -> None:
     model = FAMILIES_TINY[name]()
     batches = tiny_batches(model, 3)
     norms = channel_norms(model, batches)
-    scores = unit_scores("wanda", model, UNITS, batches=batches)
-    for unit in UNITS:
+    scores = unit_scores("wanda", model, units, batches=batches)
+    for unit in units:
         weights = [entry for entry in MODELS[name](unit) if entry[3] is not None]
         total = sum(abs(value(model, entry)) * float(norms[entry[0]][entry[3]]) for entry in weights)
         assert scores[unit] == pytest.approx(total, rel=1e-4)
 
 
 @every_model
-def test_taylor_is_the_magnitude_of_the_summed_weight_times_gradient(name: str) -> None:
+def test_taylor_is_the_magnitude_of_the_summed_weight_times_gradient(name: str, units: list[Unit]) -> None:
     model = FAMILIES_TINY[name]()
     batches = tiny_batches(model, 3)
     twin = mean_gradients(model, batches)
-    scores = unit_scores("taylor", model, UNITS, batches=batches)
-    for unit in UNITS:
+    scores = unit_scores("taylor", model, units, batches=batches)
+    for unit in units:
         terms = [value(twin, entry) * gradient(twin, entry) for entry in MODELS[name](unit)]
         assert scores[unit] == pytest.approx(abs(sum(terms)), abs=1e-5 * sum(map(abs, terms)))
 
 
 @every_model
-def test_fisher_is_the_sum_of_squared_weight_times_gradient(name: str) -> None:
+def test_fisher_is_the_sum_of_squared_weight_times_gradient(name: str, units: list[Unit]) -> None:
     model = FAMILIES_TINY[name]()
     batches = tiny_batches(model, 3)
     twin = mean_gradients(model, batches)
-    scores = unit_scores("fisher", model, UNITS, batches=batches)
-    for unit in UNITS:
+    scores = unit_scores("fisher", model, units, batches=batches)
+    for unit in units:
         terms = [(value(twin, entry) * gradient(twin, entry)) ** 2 for entry in MODELS[name](unit)]
         assert scores[unit] == pytest.approx(sum(terms), rel=1e-4)
 
@@ -181,7 +189,8 @@ def test_random_scores_follow_the_seed() -> None:
 @pytest.mark.parametrize("name", FAMILIES_TINY)
 def test_every_method_scores_every_unit_of_every_family_with_a_finite_number(name: str) -> None:
     model = FAMILIES_TINY[name]()
-    units, batches = candidate_units(model, "both", GROUP), tiny_batches(model, 1)
+    units = candidate_units(model, "both", GROUP) + candidate_units(model, "kv_group")
+    batches = tiny_batches(model, 1)
     for method in STATIC_METHODS:
         scores = unit_scores(method, model, units, batches=batches)
         assert list(scores) == units

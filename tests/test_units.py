@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from secateur.errors import SelectionError, SettingError
-from secateur.units import GROUP_WIDTH, HEAD, MLP, Unit, enumerate_units, n_selected
+from secateur.units import GROUP_WIDTH, HEAD, KV_GROUP, MLP, Unit, enumerate_units, n_selected
 
 
 def test_every_head_of_every_block_is_a_candidate_in_block_order() -> None:
@@ -46,6 +46,27 @@ def test_both_targets_together_are_disjoint_where_layer_and_index_coincide() -> 
     assert len(set(both)) == len(heads) + len(groups) == 8
 
 
+@pytest.mark.parametrize(("kv_heads", "groups"), [([1, 2, 4], [1, 2, 4]), (None, [4, 4, 4]), ([0, 1, 0], [0, 1, 0])])
+def test_a_block_has_a_group_for_each_kv_head_and_without_a_count_one_for_each_head(
+    kv_heads: list[int] | None, groups: list[int]
+) -> None:
+    expected = [Unit(KV_GROUP, layer, i) for layer, n in enumerate(groups) for i in range(n)]
+    assert enumerate_units([4, 4, 4], [64, 64, 10], target="kv_group", kv_heads=kv_heads) == expected
+    with_mlps = enumerate_units([4, 4, 4], [64, 64, 10], target="kv_group+mlp", kv_heads=kv_heads)
+    assert with_mlps == expected + enumerate_units([4, 4, 4], [64, 64, 10], target="mlp")
+    assert enumerate_units([4] * 3, [64] * 3, target="both", kv_heads=kv_heads) == enumerate_units(
+        [4] * 3, [64] * 3, target="both"
+    )
+
+
+def test_a_kv_group_belongs_to_the_attention_and_is_no_head() -> None:
+    assert (Unit(HEAD, 0, 1).side, Unit(KV_GROUP, 0, 1).side, Unit(MLP, 0, 1).side) == (HEAD, HEAD, MLP)
+    assert Unit(KV_GROUP, 0, 1) != Unit(HEAD, 0, 1)
+    assert Unit(KV_GROUP, 0, 1, 32) == Unit(KV_GROUP, 0, 1) and Unit(KV_GROUP, 0, 1, 32).width == 0
+    assert str(Unit(KV_GROUP, 2, 1)) == "kv_group 2.1"
+    assert Unit(KV_GROUP, 2, 1).to_json() == {"kind": "kv_group", "layer": 2, "index": 1}
+
+
 def test_gpt2_has_the_candidates_that_the_paper_counts() -> None:
     heads, widths = [12] * 12, [3072] * 12
     assert len(enumerate_units(heads, widths, target="head")) == 144
@@ -54,7 +75,7 @@ def test_gpt2_has_the_candidates_that_the_paper_counts() -> None:
 
 
 def test_an_unknown_target_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(SettingError, match=r"'neuron'.*head, mlp, both"):
+    with pytest.raises(SettingError, match=r"'neuron'.*head, mlp, both, kv_group, kv_group\+mlp"):
         enumerate_units([2], [64], target="neuron")
 
 
@@ -125,7 +146,9 @@ def test_a_unit_of_unknown_kind_or_negative_place_is_refused(fields: tuple[str, 
         Unit(*fields)
 
 
-@pytest.mark.parametrize("unit", [Unit(HEAD, 0, 0), Unit(HEAD, 11, 7), Unit(MLP, 2, 95), Unit(MLP, 2, 95, 16)])
+@pytest.mark.parametrize(
+    "unit", [Unit(HEAD, 0, 0), Unit(HEAD, 11, 7), Unit(KV_GROUP, 3, 1), Unit(MLP, 2, 95), Unit(MLP, 2, 95, 16)]
+)
 def test_a_unit_comes_back_from_json_as_it_went(unit: Unit) -> None:
     assert Unit.from_json(json.loads(json.dumps(unit.to_json()))) == unit
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from secateur.errors import SelectionError
 from secateur.families import anatomy
-from secateur.units import HEAD, MLP, Unit
+from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from secateur.zeroing import zeroed, zeroed_in_parts
 from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch, tiny_batches
 
@@ -53,7 +53,23 @@ def test_an_exception_inside_the_models_forward_leaves_nothing_behind() -> None:
     assert torch.equal(logits_of(model, batch), dense)
 
 
-@pytest.mark.parametrize("bad", [Unit(HEAD, 0, 3), Unit(MLP, 0, 4, GROUP), Unit(HEAD, 3, 0)], ids=str)
+@every_family
+def test_a_zeroed_kv_group_is_its_zeroed_heads(name: str) -> None:
+    model = FAMILIES_TINY[name]()
+    layer, batch = anatomy(model)[1], tiny_batch(model)
+    per_kv = layer.heads // layer.kv_heads
+    dense = logits_of(model, batch)
+    for index in range(layer.kv_heads):
+        with zeroed(model, [Unit(HEAD, 1, index * per_kv + h) for h in range(per_kv)]):
+            expected = logits_of(model, batch)
+        with zeroed(model, [Unit(KV_GROUP, 1, index)]):
+            assert torch.equal(logits_of(model, batch), expected)
+        with zeroed(model, [Unit(KV_GROUP, 1, index), Unit(HEAD, 1, index * per_kv)]):  # the head twice
+            assert torch.equal(logits_of(model, batch), expected)
+        assert (expected - dense).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("bad", [Unit(HEAD, 0, 3), Unit(KV_GROUP, 0, 3), Unit(MLP, 0, 4, GROUP), Unit(HEAD, 3, 0)], ids=str)
 def test_a_unit_that_is_not_there_is_refused_before_anything_is_changed(bad: Unit) -> None:
     model = FAMILIES_TINY["gpt2"]()
     batch = tiny_batch(model)

@@ -108,7 +108,15 @@ def _tell(attention: Any, counts: dict[str, Any], out: str) -> None:
         _turn(attention, _Emptied)
 
 
-class _Emptied:
+class _Turned:
+    """A module whose class was put together here: pickle and the like cannot find it by name."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        first, base = type(self).__bases__
+        return _revived, (first, base), self.__dict__
+
+
+class _Emptied(_Turned):
     """An attention without heads: what is left of it is its output projection's bias."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
@@ -120,12 +128,12 @@ class _Emptied:
         return (given, None) if hasattr(self, "config") else given  # timm's modules, which give one tensor, have no config
 
 
-class _EmptiedConv1D:
+class _EmptiedConv1D(_Turned):
     """A projection of no inputs: its bias. nn.Linear can do that by itself, GPT-2's Conv1D cannot."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         bias: Tensor = self.bias
-        return bias.expand(*x.shape[:-1], -1)
+        return bias.expand(*x.shape[:-1], -1).clone()  # not a view: who gets it may write into it
 
 
 class _IndexedConfig:
@@ -164,7 +172,7 @@ def _indexed(implementation: str) -> Callable[..., Any]:
 
 
 def _resize(module: Any, *, inputs: int | None = None, outputs: int | None = None) -> None:
-    """Give a projection other numbers of inputs and outputs; its values then count for nothing."""
+    """Give a projection other numbers of inputs and outputs; its values are then new."""
     transposed = hasattr(module, "nf")  # transformers' Conv1D keeps its weight as (inputs, outputs)
     now = module.weight.shape if transposed else module.weight.shape[::-1]
     inputs, outputs = now[0] if inputs is None else inputs, now[1] if outputs is None else outputs
@@ -182,13 +190,19 @@ def _resize(module: Any, *, inputs: int | None = None, outputs: int | None = Non
 def _resized(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
     if parameter.shape == shape:
         return parameter
-    return nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
+    values = parameter.new_empty(shape).normal_(0, 0.02)  # what a model has that is made from a config alone
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _turn(module: Any, first: Any) -> None:
     """Put a class before a module's own."""
     base: Any = type(module)
     module.__class__ = _joined(first, base)
+
+
+def _revived(first: Any, base: Any) -> Any:
+    kind = _joined(first, base)
+    return kind.__new__(kind)
 
 
 @functools.cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -174,9 +175,8 @@ def _describe_layers(small: Any, family: Family, layers: Sequence[Layer], kept: 
     config.auto_map = {task: f"{CODE}.{type(small).__name__}"}
     if family.head_dim_setting:
         config.head_dim = layers[0].head_dim
-    if config.num_hidden_layers == len(layers):  # Swin counts stages
+    if family.mlp_setting != "mlp_ratio":  # Swin, whose config counts stages and knows no widths
         described = {i: _described(config, family, layers[i], rest) for i, rest in enumerate(kept)}
-        config.per_layer_config = None  # of an earlier cut
         config.allow_global_per_layer_attribute_access = True  # else transformers' own checks of a config refuse to read it
         config.per_layer_config = described
 
@@ -212,7 +212,7 @@ def _uniform_settings(model: Any, family: Family, layers: Sequence[Layer], kept:
         return "the model's layers differed before"
     if any(len(rest.heads) < layer.heads for layer, rest in pairs):
         if not family.head_dim_setting:
-            return f"a {family_of(model)} model derives the width of a head from its own width, so that all heads must stay"
+            return f"in the family {family_of(model)!r} a head's width follows from the model's, so that all heads must stay"
         counts = {(len(rest.heads), len(rest.kv_heads)) for rest in kept}
         if len(counts) > 1 or not all(rest.even for rest in kept):
             return "the layers lost different numbers of heads, or their K/V heads serve different numbers of heads"
@@ -243,7 +243,8 @@ def _refusal(model: Any, settings: dict[str, Any], cuts: Sequence[Cut]) -> str |
         with torch.device("meta"):
             stock = type(model)(config)
     except Exception as error:  # whatever a config or a model does not like
-        return f"transformers says: {first_line(error).rstrip('.')}"
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"transformers says: {lines[-1].strip().rstrip('.')}"
     smaller = {id(parameter): (dim, len(kept)) for parameter, dim, kept in cuts}
     for (name, ours), (_, theirs) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
         shape = list(ours.shape)
@@ -309,20 +310,18 @@ def prove(
     dtype = next(model.parameters()).dtype
     difference, scale = 0.0, 0.0
     tokens: list[tuple[Tensor, Tensor]] = []
-    try:
-        with torch.inference_mode(), evaluating(model), evaluating(small):
-            for i, batch in enumerate(batches):
-                with zeroed(model, units):
-                    expected = predict(model, batch)[0].float()
+    with torch.inference_mode(), evaluating(model), evaluating(small):
+        for i, batch in enumerate(batches):
+            with zeroed(model, units):
+                expected = predict(model, batch)[0].float()
+            with _running():
                 found = predict(small, batch)[0].float()
-                scale = max(scale, float(expected.abs().max()))
-                difference = _larger(difference, _difference(expected, found))
-                if progress:
-                    progress(i + 1, len(batches))
-            if task_of(model) == "text":
-                tokens = _continue(model, units, small, batches[0])
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise ProofError(f"The cut model cannot be run, so that it is refused: {first_line(error)}") from error
+            scale = _larger(scale, float(expected.abs().max()))
+            difference = _larger(difference, _difference(expected, found))
+            if progress:
+                progress(i + 1, len(batches))
+        if task_of(model) == "text":
+            tokens = _continue(model, units, small, batches[0])
     for expected, found in tokens:
         difference = _larger(difference, _difference(expected, found))
     tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
@@ -351,11 +350,20 @@ def _continue(model: Any, units: Sequence[Unit], small: Any, batch: Batch) -> li
     for _ in range(length - ids.shape[1]):
         with zeroed(model, units):
             expected = model(input_ids=ids, past_key_values=caches[0], use_cache=True)
-        found = small(input_ids=ids, past_key_values=caches[1], use_cache=True)
+        with _running():
+            found = small(input_ids=ids, past_key_values=caches[1], use_cache=True)
         caches = [expected.past_key_values, found.past_key_values]
         compared.append((expected.logits[0, -1].float(), found.logits[0, -1].float()))
         ids = compared[-1][0].argmax().view(1, 1)
     return compared
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ProofError(f"The cut model cannot be run, so that it is refused: {first_line(error)}") from error
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
