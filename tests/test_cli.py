@@ -29,10 +29,11 @@ from tiny import FAMILIES_TINY, GROUP, randomised
 tf: Any = transformers  # its classes are not typed
 
 SMALL = ["--ratio", "0.3", "--pulls-per-step", "4", "--group-width", str(GROUP), "--seq-len", str(SEQ_LEN), "--device", "cpu"]
+SMALL += ["--layout", "none"]
 PROGRESS = re.compile(
     r"(loading|reading|choosing|evaluating|measuring|taking over) .*|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
 )
-COMMANDS = ("prune", "select", "evaluate", "units", "bench")
+COMMANDS = ("prune", "select", "shrink", "measure", "evaluate", "units", "bench")
 FILES = ["evaluation.json", "journal.jsonl", "selection.json"]
 
 

@@ -12,7 +12,21 @@ SOURCE = Path(__file__).parents[1] / "src" / "secateur"
 MODULES = sorted(".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py"))
 
 CORE = {"errors", "units", "streams", "jsonio", "journal", "policies", "selection"}
-MODEL = {"families", "zeroing", "accounting", "losses", "prefixes", "lanes", "damage", "scores", "models"}
+MODEL = {
+    "families",
+    "zeroing",
+    "accounting",
+    "losses",
+    "prefixes",
+    "lanes",
+    "damage",
+    "scores",
+    "models",
+    "shrunk",
+    "surgery",
+    "flops",
+    "recovery",
+}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -26,17 +40,27 @@ ALLOWED: dict[str, set[str]] = {
     "zeroing": {"errors", "units", "families"},
     "accounting": {"errors", "units", "families"},
     "losses": set(),
+    "flops": set(),
     "prefixes": {"units", "families", "losses"},
     "damage": {"errors", "units", "families", "zeroing", "losses", "prefixes", "lanes", "streams"},
     "lanes": {"units", "families", "losses", "zeroing"},
     "scores": {"errors", "units", "families", "zeroing", "losses", "streams"},
-    "models": {"errors", "families"},
+    "models": {"errors", "families", "shrunk"},
+    "shrunk": set(),
+    "surgery": {"errors", "units", "families", "zeroing", "losses", "shrunk"},
+    "recovery": {"errors", "units", "families", "losses", "surgery"},
     "data": {"errors", "families", "losses", "models", "streams", "units"},
     "evaluate": {"errors", "losses", "units", "zeroing", "data", "accounting"},
-    "bench": CORE | MODEL,
-    "prune": CORE | MODEL | {"data", "evaluate"},
-    "cli": CORE | MODEL | {"data", "evaluate", "bench", "prune", "__init__"},
-    "__init__": CORE | MODEL | {"data", "evaluate", "prune"},
+    "measure": {"errors", "families", "flops", "jsonio", "losses", "models"},
+    "targets": {"errors", "jsonio", "units", "families", "flops", "accounting", "losses", "measure", "selection", "surgery"},
+    "bench": CORE | MODEL | {"measure"},
+    "watcher": {"selection"},
+    "card": set(),
+    "checkpoint": {"errors", "jsonio", "models", "surgery"},
+    "cut": CORE | MODEL | {"card", "checkpoint", "data", "evaluate", "measure", "watcher"},
+    "prune": CORE | MODEL | {"cut", "data", "evaluate", "targets", "watcher"},
+    "cli": CORE | MODEL | {"bench", "card", "cut", "data", "evaluate", "prune", "watcher", "__init__"},
+    "__init__": CORE | MODEL | {"checkpoint", "cut", "data", "evaluate", "measure", "prune"},
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}
 OPTIONAL = {"timm", "datasets", "pyarrow", "gguf", "ray"}

@@ -27,7 +27,7 @@ tf: Any = transformers  # its classes are not typed
 
 SEQ_LEN = 16  # all that the tiny models take
 WORDS = ("the", "a", "red", "small", "old", "cat", "dog", "bird", "sees", "finds", "near", "under", "tree", "and", "sings")
-SMALL: dict[str, Any] = {"ratio": 0.3, "pulls_per_step": 4, "group_width": GROUP, "seq_len": SEQ_LEN}
+SMALL: dict[str, Any] = {"ratio": 0.3, "pulls_per_step": 4, "group_width": GROUP, "seq_len": SEQ_LEN, "layout": "none"}
 N_UNITS = {"head": 9, "mlp": 12, "both": 21}  # 3 blocks with 3 heads and 14 MLP channels in groups of 4
 K = {"head": 3, "mlp": 4, "both": 6}  # Eq. 6 at a ratio of 0.3
 

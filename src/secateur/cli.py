@@ -21,18 +21,19 @@ from rich.table import Table
 from secateur import jsonio, selection as search
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
 from secateur.bench import DEFAULT_MODELS, compare_pulls, compare_selection, markdown, open_model as open_bench_model
+from secateur.card import FIGURES, goal_sentence, measured_where, measurement_table, unit_lines
+from secateur.cut import check_cut_place, check_repair, compare, cut
 from secateur.data import BUILTIN
 from secateur.errors import OutputError, SecateurError, SettingError, not_one_of
 from secateur.evaluate import evaluate as evaluate_model
 from secateur.families import anatomy, candidate_units, family_of, task_of
 from secateur.journal import Journal
-from secateur.models import DTYPES, load_shapes
+from secateur.models import DTYPES, load_model, load_shapes
 from secateur.prune import (
     AUTO,
     METHODS,
     Judging,
     Settings,
-    Watcher,
     check_place,
     check_selection,
     choose_units,
@@ -46,7 +47,9 @@ from secateur.prune import (
     run_settings,
 )
 from secateur.selection import Selection
+from secateur.surgery import FREE, LAYOUTS
 from secateur.units import TARGETS, n_selected
+from secateur.watcher import Watcher
 
 app = typer.Typer(
     name="secateur",
@@ -66,8 +69,9 @@ def _print_version(wanted: bool) -> None:
 
 
 SETTINGS = {field.name for field in dataclasses.fields(Settings)}
-FILES = ("selection.json", "evaluation.json", "journal.jsonl")
-CHOOSING, SEARCH, DATA, MACHINE = "What to remove", "How to search", "Data", "Machine and output"
+FILES = ("selection.json", "evaluation.json", "journal.jsonl", "secateur.json", "README.md")
+SHOWN = 24  # layers with units, on the screen
+CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
 
 Model = Annotated[
     str,
@@ -149,6 +153,45 @@ EvaluationBatches = Annotated[
         rich_help_panel=DATA,
     ),
 ]
+Layout = Annotated[
+    str,
+    typer.Option(
+        help="free: each layer loses what it can do without; uniform: each loses as much, and any loader reads the result; "
+        "none: nothing is cut.",
+        rich_help_panel=CHOOSING,
+    ),
+]
+TargetParams = Annotated[
+    float,
+    typer.Option(
+        help="Instead of a ratio: the share of the parameters to be left.", show_default=False, rich_help_panel=CHOOSING
+    ),
+]
+TargetFlops = Annotated[
+    float,
+    typer.Option(help="Instead of a ratio: the share of the FLOPs to be left.", show_default=False, rich_help_panel=CHOOSING),
+]
+TargetLatency = Annotated[
+    float,
+    typer.Option(
+        help="Instead of a ratio: the share of the time to be left, by a table measured on this machine.",
+        show_default=False,
+        rich_help_panel=CHOOSING,
+    ),
+]
+Repair = Annotated[
+    bool,
+    typer.Option(
+        "--repair", help="Fit what is left to make up for what is gone; kept only if it helps.", rich_help_panel=CUTTING
+    ),
+]
+RepairForm = Annotated[
+    str, typer.Option(help="least-squares, bias, or auto for the better of the two.", rich_help_panel=CUTTING)
+]
+Measuring = Annotated[
+    bool, typer.Option("--measure/--no-measure", help="Measure dense against small at the end.", rich_help_panel=CUTTING)
+]
+ShardSize = Annotated[str, typer.Option(help="The largest file of weights.", rich_help_panel=CUTTING)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the best there is.", rich_help_panel=MACHINE)]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.", rich_help_panel=MACHINE)]
 CacheMemory = Annotated[
@@ -195,7 +238,11 @@ def prune(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results.", show_default=False)],
     target: Target = Settings.target,
     ratio: Ratio = Settings.ratio,
+    target_params: TargetParams = Settings.target_params,
+    target_flops: TargetFlops = Settings.target_flops,
+    target_latency: TargetLatency = Settings.target_latency,
     method: Method = Settings.method,
+    layout: Layout = Settings.layout,
     group_width: GroupWidth = Settings.group_width,
     seed: Seed = Settings.seed,
     pulls_per_step: Pulls = Settings.pulls_per_step,
@@ -213,6 +260,9 @@ def prune(
     calibration_size: CalibrationSize = Settings.calibration_size,
     evaluation_size: EvaluationSize = AUTO,
     evaluation_batches: EvaluationBatches = AUTO,
+    repair: Repair = False,
+    repair_form: RepairForm = "auto",
+    measure: Measuring = True,
     device: Device = Settings.device,
     dtype: Dtype = Settings.dtype,
     cache_memory: CacheMemory = AUTO,
@@ -221,10 +271,10 @@ def prune(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """The main job: choose units, and evaluate the model with and without them.
+    """The main job: choose units, evaluate the model with and without them, cut them out, and measure what was won.
 
-    Writes selection.json, evaluation.json and the journal of every measurement. Stopped at any moment and started again
-    with the same command, it goes on where it was and ends with the same selection.
+    Writes the smaller checkpoint with a model card, selection.json, evaluation.json and the journal of every measurement.
+    Stopped at any moment and started again with the same command, it goes on where it was and ends with the same selection.
     """
     settings = {name: value for name, value in locals().items() if name in SETTINGS}
     with _Bars() as watcher:
@@ -234,16 +284,21 @@ def prune(
             data=data,
             evaluation_size=evaluation_size,
             evaluation_batches=evaluation_batches,
+            repair=_form(repair_form) if repair else "",
+            measuring=measure,
             cache_memory=_gibibytes(cache_memory),
             lanes=_lanes(lanes),
             trust_remote_code=trust_remote_code,
             watcher=watcher,
         )
     if as_json:
-        print(jsonio.dumps(_without_batch_losses(result.record), indent=1))
+        more = {"cut": _without_batch_losses(result.cut)} if result.cut else {}
+        print(jsonio.dumps(_without_batch_losses(result.record) | more, indent=1))
         return
-    _show_evaluation(result.record)
+    _show_evaluation(result.record, result.cut)
     _show_units(result.selection)
+    if result.cut:
+        _show_cut(result.cut)
     stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
 
 
@@ -253,7 +308,11 @@ def select(
     out: Annotated[Path, typer.Option("-o", "--out", help="The selection file to write.", show_default=False)],
     target: Target = Settings.target,
     ratio: Ratio = Settings.ratio,
+    target_params: TargetParams = Settings.target_params,
+    target_flops: TargetFlops = Settings.target_flops,
+    target_latency: TargetLatency = Settings.target_latency,
     method: Method = Settings.method,
+    layout: Layout = Settings.layout,
     group_width: GroupWidth = Settings.group_width,
     seed: Seed = Settings.seed,
     pulls_per_step: Pulls = Settings.pulls_per_step,
@@ -291,7 +350,10 @@ def select(
         ours = run_settings(network, settings, batches)
         refuse_other_selection(out, ours)
         with Journal(out.with_name(out.name.removesuffix(".json") + ".journal.jsonl"), ours) as journal:
-            selection = choose_units(network, batches, settings, **machine, journal=journal, watcher=watcher)
+            kept_table = out.with_name(out.name.removesuffix(".json") + ".latency.json")
+            selection = choose_units(
+                network, batches, settings, **machine, journal=journal, latency_file=kept_table, watcher=watcher
+            )
     selection.save(out)
     if as_json:
         fields = selection.to_json()
@@ -300,7 +362,125 @@ def select(
         print(jsonio.dumps({name: fields[name] for name in shown} | percent, indent=1))
         return
     _show_units(selection)
+    if selection.goal:
+        stdout.print(goal_sentence(selection.goal))
     stdout.print("\nFiles: " + ", ".join(str(path) for path in (out, journal.path) if path.exists()))
+
+
+@app.command()
+def shrink(
+    model: Model,
+    selection: Annotated[Path, typer.Option(help="The selection to cut out.", show_default=False, rich_help_panel=CUTTING)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the smaller model.", show_default=False)],
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="free: whatever the selection says; uniform: an error unless any loader can read the result.",
+            rich_help_panel=CUTTING,
+        ),
+    ] = FREE,
+    calibration: Annotated[
+        str,
+        typer.Option(
+            help="What proves the cut, and repairs. [default: what chose the units]", show_default=False, rich_help_panel=DATA
+        ),
+    ] = "",
+    calibration_size: CalibrationSize = AUTO,
+    repair: Repair = False,
+    repair_form: RepairForm = "auto",
+    measure: Measuring = True,
+    max_shard_size: ShardSize = "5GB",
+    device: Device = Settings.device,
+    dtype: Dtype = Settings.dtype,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Cut the units of a selection out of a model, prove that it computes what the masked one does, and write it."""
+    chosen = Selection.load(selection)
+    form = _form(repair_form) if repair else ""
+    check_place(out)
+    check_cut_place(out, form)
+    if layout not in LAYOUTS:
+        raise not_one_of("layout", layout, LAYOUTS)
+    theirs = {
+        name: value for name, value in chosen.settings.items() if name in ("calibration", "seq_len", "batch_size", "seed")
+    }
+    ours = {"calibration": calibration} if calibration else {}
+    settings = make_settings(model=model, device=device, dtype=dtype, calibration_size=calibration_size, **theirs | ours)
+    settings.check()
+    with _Bars() as watcher:
+        network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
+        check_selection(network, chosen, model)
+        watcher.stage("reading data")
+        size = settings.calibration_size
+        batches = load_batches(network, processor, settings.calibration, settings, split="train", size=size)
+        record = cut(
+            network,
+            chosen,
+            out,
+            name=settings.model,
+            calibration=batches,
+            layout=layout,
+            processor=processor,
+            repair=form,
+            measuring=measure,
+            tokens=settings.seq_len,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            watcher=watcher,
+        )
+    if as_json:
+        print(jsonio.dumps(record, indent=1))
+        return
+    _show_units(chosen)
+    _show_cut(record)
+    stdout.print(f"\nWritten to {out}")
+
+
+@app.command()
+def measure(
+    dense: Annotated[str, typer.Argument(help="The dense model: a folder, a hub name, or timm:NAME.", show_default=False)],
+    small: Annotated[str, typer.Argument(help="The smaller model, named in the same ways.", show_default=False)],
+    tokens: Annotated[int, typer.Option(help="Tokens in a prompt.", rich_help_panel=SEARCH)] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=SEARCH)] = 16,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Texts or images at a time. [default: 1 and 8]", show_default=False)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Repetitions, the models in turns.", rich_help_panel=SEARCH)] = 9,
+    threads: Annotated[int, typer.Option(help="Threads of the CPU; 0 takes torch's default.", rich_help_panel=MACHINE)] = 0,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory/--no-memory", help="Load each in a process of its own for its peak.", rich_help_panel=MACHINE),
+    ] = True,
+    device: Device = Settings.device,
+    dtype: Dtype = Settings.dtype,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Two models side by side: parameters, bytes, memory, FLOPs, and the time of prompts, tokens or images."""
+    with _Bars() as watcher:
+        models = []
+        for name in (dense, small):
+            watcher.stage(f"loading {name}")
+            models.append(load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code))
+        watcher.stage("measuring dense against small")
+        found = compare(
+            models[0],
+            models[1],
+            (dense, small),
+            tokens=tokens,
+            new_tokens=new_tokens,
+            batch_sizes=batch_size or (1, 8),
+            repeats=repeats,
+            threads=threads or None,
+            memory=memory,
+            trust_remote_code=trust_remote_code,
+            watcher=watcher,
+        )
+    if as_json:
+        print(jsonio.dumps(found, indent=1))
+    else:
+        _show_measurement(found)
 
 
 @app.command()
@@ -478,6 +658,12 @@ def _check_record_place(out: Path, same: dict[str, Any]) -> None:
         raise OutputError(f"{out} holds something else and is not overwritten; choose another place with -o.")
 
 
+def _form(form: str) -> str:
+    form = form.replace("-", " ")
+    check_repair(form)
+    return form
+
+
 def _lanes(lanes: int) -> int | None:
     if lanes != AUTO and lanes < 1:
         raise SettingError(f"The lanes are {lanes}, but must be at least 1.")
@@ -540,18 +726,10 @@ class _Bars(Watcher):
         self._progress.update(self._task, total=n_batches, completed=batch)
 
 
-def _show_evaluation(record: dict[str, Any]) -> None:
-    names = {
-        "loss": "loss",
-        "perplexity": "perplexity",
-        "last_word_accuracy": "last-word accuracy",
-        "top1": "top-1",
-        "top5": "top-5",
-        "nonfinite_batches": "non-finite batches",
-    }
-    dense, pruned = record["dense"], record.get("pruned")
-    table = Table("", "dense", *(["pruned", "change"] if pruned else []))
-    for key, name in names.items():
+def _show_evaluation(record: dict[str, Any], cut: dict[str, Any] | None = None) -> None:
+    dense, pruned, shrunk = record["dense"], record.get("pruned"), (cut or {}).get("shrunk")
+    table = Table("", "dense", *(["masked", "change"] if pruned else []), *(["checkpoint"] if shrunk else []))
+    for key, name in FIGURES.items():
         if key not in dense or (key == "nonfinite_batches" and not dense[key] and not (pruned and pruned[key])):
             continue
         row = [name, _number(dense[key])]
@@ -559,13 +737,15 @@ def _show_evaluation(record: dict[str, Any]) -> None:
             percent = key == "perplexity"
             change = record.get("ppl_change_percent" if percent else f"delta_{key}")
             row += [_number(pruned[key]), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        table.add_row(*row)
+        table.add_row(*row, *([_number(shrunk[key])] if shrunk else []))
     stdout.print(table)
     if pruned:
         stdout.print(
             f"{len(record['units'])} units zeroed: {record['zeroed_percent']:.4f}% of {record['total_params']:,} parameters; "
             f"{record['pulls']:,} pulls, {record['forwards']:,} forwards."
         )
+        if record.get("goal") and not (cut or {}).get("goal"):
+            stdout.print(goal_sentence(record["goal"]))
         if not math.isfinite(float(pruned["loss"])):
             stdout.print("A failed run: the loss with the units zeroed is not finite.")
         if record["nonfinite_pulls"]:
@@ -573,11 +753,33 @@ def _show_evaluation(record: dict[str, Any]) -> None:
 
 
 def _show_units(selection: Selection) -> None:
-    by_layer: dict[tuple[str, int], list[int]] = {}
-    for unit in selection.units:
-        by_layer.setdefault((unit.kind, unit.layer), []).append(unit.index)
-    shown = (f"{kind} {layer}.{','.join(map(str, sorted(indices)))}" for (kind, layer), indices in sorted(by_layer.items()))
-    stdout.print(f"Zeroed ({len(selection.units)}), as layer.index: {'  '.join(shown)}")
+    lines = unit_lines([unit.to_json() for unit in selection.units])
+    more = f"  and in {len(lines) - SHOWN} more places; the file has them all" if len(lines) > SHOWN else ""
+    stdout.print(f"Zeroed ({len(selection.units)}), as layer.index: {'  '.join(lines[:SHOWN])}{more}")
+
+
+def _show_cut(record: dict[str, Any]) -> None:
+    left, total = record["params"], record["dense_params"]
+    loader = "any loader reads it" if record["layout"] == "uniform" else "secateur.load_shrunk reads it"
+    stdout.print(f"\nCut ({record['layout']}; {loader}): {left:,} of {total:,} parameters are left ({left / total:.2%}).")
+    stdout.print(f"Proved: {record['proof']['sentence']}.")
+    if record.get("repair"):
+        stdout.print(record["repair"]["sentence"])
+    if record.get("goal"):
+        stdout.print(goal_sentence(record["goal"]))
+    if record.get("measurement"):
+        _show_measurement(record["measurement"])
+
+
+def _show_measurement(found: dict[str, Any]) -> None:
+    titles, rows = measurement_table(found)
+    table = Table(*titles)
+    for row in rows:
+        table.add_row(*row)
+    stdout.print(table)
+    stdout.print(measured_where(found))
+    for verdict in found["verdicts"]:
+        stdout.print(verdict)
 
 
 def _number(value: Any) -> str:
@@ -594,7 +796,7 @@ def _without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
     """What is printed leaves out the long lists; the files have them."""
     short = {
         side: {name: value for name, value in record[side].items() if name != "batch_losses"}
-        for side in ("dense", "pruned")
+        for side in ("dense", "pruned", "masked", "shrunk")
         if side in record
     }
     return record | short
@@ -626,7 +828,7 @@ def main() -> NoReturn:
         message = error.format_message().rstrip(".")
         _fail(f"{message}. See secateur --help.", 2)  # the parser's own: a missing or unknown option
     if code == 130:
-        resumable = sys.argv[1:2] in (["prune"], ["select"])
+        resumable = sys.argv[1:2] in (["prune"], ["select"], ["shrink"])
         _fail("Stopped." + (" The same command goes on from here." if resumable else ""), 130)
     raise SystemExit(code if isinstance(code, int) else 0)
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import urllib.parse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
 from secateur.families import FAMILIES, family_of, task_of, unsupported
+from secateur.shrunk import CODE, fit, shrunk_class
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda", "mps")
@@ -39,17 +41,25 @@ def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remot
 
     >>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M")
     """
-    if dtype not in DTYPES:
+    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    if not hasattr(model, "config"):
+        return model, _timm_processor(model)
+    return model, _processor(name, task_of(model), trust_remote_code)
+
+
+def load_model(name: str, *, device: str = "auto", dtype: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The model alone; without a dtype, in that of the checkpoint."""
+    if dtype is not None and dtype not in DTYPES:
         raise not_one_of("dtype", dtype, DTYPES)
     where = resolve_device(device)
     mend_torchvision()
     if name.startswith(TIMM) or _is_timm_folder(Path(name)):
-        model, processor = _load_timm(name)
-        model = model.to(DTYPES[dtype])
+        model = _timm_model(name, pretrained=True)
+        model = model.to(DTYPES[dtype]) if dtype else model
     else:
-        model, processor = _load_transformers(name, DTYPES[dtype], trust_remote_code)
+        model = _load_transformers(name, DTYPES[dtype] if dtype else "auto", trust_remote_code)
     family_of(model)
-    return model.to(where).eval(), processor  # not to the dtype: transformers keeps rotary tables in float32 on purpose
+    return model.to(where).eval()  # not to the dtype: transformers keeps rotary tables in float32 on purpose
 
 
 def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
@@ -67,9 +77,28 @@ def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     else:
         config = _config(name, trust_remote_code)
     config.architectures = config.architectures or []  # a list is what from_config goes through
+    auto = _auto_class(config.model_type)
     with torch.device("meta"), _model_errors(name):
-        model: nn.Module = _auto_class(config.model_type).from_config(config, trust_remote_code=trust_remote_code)
+        if hasattr(config, "secateur"):
+            _check_layout(name, config)
+            model: nn.Module = shrunk_class(auto._model_mapping[type(config)])(config)
+        else:
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
     return model
+
+
+def stored_dtype(name: str, *, trust_remote_code: bool = False) -> torch.dtype | None:
+    """The dtype that a checkpoint's config says its weights have; None where it says nothing."""
+    if name.startswith(TIMM) or _is_timm_folder(Path(name)):
+        return None
+    found = getattr(_config(name, trust_remote_code), "dtype", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def timm_arguments(name: str) -> dict[str, Any]:
+    """What a timm folder says its model is made with, beside the architecture."""
+    found = _timm_fields(Path(name)).get("model_args")
+    return found if isinstance(found, dict) else {}
 
 
 def digest(model: nn.Module) -> str:
@@ -148,29 +177,69 @@ def asking_hub() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _load_transformers(name: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> nn.Module:
     config = _config(name, trust_remote_code)
-    import transformers
-
     auto = _auto_class(config.model_type)
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
         raise ModelError(f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read.")
+    kind = auto
+    if hasattr(config, "secateur"):  # its layers differ; the code that came with it is not run, ours is the same
+        _check_layout(name, config)
+        kind = shrunk_class(auto._model_mapping[type(config)])
     with _model_errors(name):
-        model, info = auto.from_pretrained(
+        found, info = kind.from_pretrained(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} among them.")
+    model: nn.Module = found
+    return model
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """From images to pixel values, by an image processor of transformers."""
+
+    processor: Any
+
+    def __call__(self, images: list[Any]) -> Tensor:
+        pixels: Tensor = self.processor(images=images, return_tensors="pt")["pixel_values"]
+        return pixels
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        self.processor.save_pretrained(folder)
+
+
+def _processor(name: str, task: str, trust_remote_code: bool) -> Any:
+    import transformers
+
     with _model_errors(name, "tokenizer or image processor"):
-        if task_of(model) == "text":
+        if task == "text":
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             if set(tokenizer("a b")["input_ids"]) <= {tokenizer.unk_token_id}:  # an empty one, made where no files were
                 raise OSError("there is no tokenizer.json")
-            return model, tokenizer
+            return tokenizer
         # The PIL backend, whether or not torchvision is there: the two differ in the last bits of a resized image.
-        processor = transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
-        return model, lambda images: processor(images=images, return_tensors="pt")["pixel_values"]
+        images = transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
+        return ImageProcessor(images)
+
+
+def _check_layout(name: str, config: Any) -> None:
+    """Refuse a checkpoint that says its layers differ, but not as Secateur says so."""
+    named = [str(path) for path in (getattr(config, "auto_map", None) or {}).values()]
+    foreign = [path for path in named if not path.startswith(f"{CODE}.Shrunk")]
+    if foreign:
+        raise ModelError(
+            f"The config.json in {name} names code to run that is not Secateur's ({foreign[0]}); it is not loaded."
+        )
+    try:
+        counts = [n for layer in config.secateur["layers"] for n in (layer["heads"], layer["kv_heads"], layer["mlp_width"])]
+        sound = all(isinstance(n, int) and 0 <= n < 2**31 for n in counts)
+    except (KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ModelError(f"The config.json in {name} does not say what is left of each layer as Secateur writes it.")
 
 
 def _config(name: str, trust_remote_code: bool) -> Any:
@@ -227,11 +296,16 @@ def _model_errors(name: str, what: str = "model") -> Iterator[None]:
 
 def _is_timm_folder(folder: Path) -> bool:
     """A folder in the form of timm's hub repositories: its config.json names an `architecture`."""
+    fields = _timm_fields(folder)
+    return "architecture" in fields and "model_type" not in fields
+
+
+def _timm_fields(folder: Path) -> dict[str, Any]:
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(fields, dict) and "architecture" in fields and "model_type" not in fields
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
@@ -248,6 +322,12 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
             model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
     except Exception as error:  # timm raises bare RuntimeErrors, and the hub client errors of its own
         raise ModelError(f"timm cannot make the model {name!r}: {first_line(error)}") from error
+    layout = _timm_fields(Path(name)).get("secateur")
+    if layout is not None:
+        with _model_errors(name):
+            fit(model, layout)
+        network: Any = model
+        network.secateur = layout
     if pretrained and weights:
         _load_weights(model, Path(weights))
     return model
@@ -270,9 +350,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(tensors)
 
 
-def _load_timm(name: str) -> tuple[nn.Module, Callable[[list[Any]], Tensor]]:
-    model = _timm_model(name, pretrained=True)
+def _timm_processor(model: nn.Module) -> Callable[[list[Any]], Tensor]:
     from timm import data
 
     transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
-    return model, lambda images: torch.stack([transform(image) for image in images])
+    return lambda images: torch.stack([transform(image) for image in images])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 from secateur import jsonio
 from secateur.accounting import total_parameters, zeroed_percent
+from secateur.cut import check_cut_place, cut
 from secateur.damage import DamageMeter
 from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
 from secateur.errors import DataError, ModelError, OutputError, SelectionError, SettingError, not_one_of
@@ -24,14 +26,28 @@ from secateur.journal import Journal, check_same_run
 from secateur.models import digest, load, versions
 from secateur.policies import UCB, Greedy, Policy, Thompson
 from secateur.scores import STATIC_METHODS, magnitude_scores, unit_scores
-from secateur.selection import Progress, Selection, check_search, select, select_by_score
+from secateur.selection import Goal, Selection, check_search, select, select_by_score
 from secateur.streams import POOLS, stream
-from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
+from secateur.surgery import FREE, LAYOUTS, UNIFORM, check_uniform
+from secateur.targets import (
+    FLOPS,
+    LATENCY,
+    PARAMS,
+    flop_goal,
+    latency_goal,
+    latency_table,
+    parameter_goal,
+    saved_table,
+    uniform_quota,
+)
+from secateur.units import GROUP_WIDTH, HEAD, TARGETS, Unit, check_ratio
+from secateur.watcher import Watcher
 from secateur.zeroing import zeroed
 
 SEARCH_METHODS = ("ucb", "ts", "greedy")
 METHODS = (*SEARCH_METHODS, *STATIC_METHODS)
 AUTO = -1  # a setting left to the model's task
+NONE = "none"  # the layout of those who want no smaller model
 LEFT_TO_TASK = {"calibration_size", "batch_size", "size", "max_batches"}
 
 
@@ -58,6 +74,10 @@ class Settings:
     calibration_size: int = AUTO  # texts 512, images 1024
     seq_len: int = 128
     batch_size: int = AUTO  # texts 4, images 8
+    layout: str = FREE  # "uniform": every layer loses as many; "none": nothing is cut
+    target_params: float = 0  # what is to be left of the dense model's, in place of a ratio; 0: the ratio decides
+    target_flops: float = 0
+    target_latency: float = 0
     device: str = "auto"
     dtype: str = "float32"
 
@@ -75,9 +95,32 @@ class Settings:
             raise not_one_of("method", self.method, METHODS)
         if self.target not in TARGETS:
             raise not_one_of("target", self.target, TARGETS)
+        if self.layout not in (*LAYOUTS, NONE):
+            raise not_one_of("layout", self.layout, (*LAYOUTS, NONE))
+        targets = {name: value for name, value in self._targets().items() if value}
+        if len(targets) > 1:
+            raise SettingError(f"There are {len(targets)} targets ({', '.join(targets)}); set one of them.")
+        for name, value in targets.items():
+            if not 0 < value < 1:
+                raise SettingError(f"The target for {name} is {value}, but must lie between 0 and 1: 0.8 leaves four fifths.")
         least = {"batches_per_pull": 1, "batches_per_step": 0, "stack": 1, "group_width": 1, "score_batches": 1, "seq_len": 2}
         check_counts(self, least | {"batch_size": 1, "calibration_size": 1})
         stream(self.seed, POOLS)
+
+    def _targets(self) -> dict[str, float]:
+        return {PARAMS: self.target_params, FLOPS: self.target_flops, LATENCY: self.target_latency}
+
+    def goal(self, model: nn.Module, units: Sequence[Unit], kept_table: Path | None, watcher: Watcher) -> Goal | None:
+        """What the selection is to reach, if it is not a ratio."""
+        if self.target_params:
+            return parameter_goal(model, units, self.target_params)
+        if self.target_flops:
+            return flop_goal(model, units, self.target_flops, self.seq_len)
+        if not self.target_latency:
+            return None
+        watcher.stage("measuring what units cost on this machine")
+        table = saved_table(kept_table, lambda: latency_table(model, units, self.seq_len, watcher.evaluated))
+        return latency_goal(model, units, self.target_latency, self.seq_len, table)
 
     def for_task(self, task: str) -> Settings:
         """The same settings with every AUTO replaced."""
@@ -118,15 +161,6 @@ def check_counts(settings: Settings | Judging, least: dict[str, int]) -> None:
             raise SettingError(f"The {words} is {value}, but must be at least {low}.")
 
 
-class Watcher:
-    """Is told how a run goes; this one keeps silent. The command line draws its progress bars with another."""
-
-    def stage(self, name: str) -> None: ...
-    def say(self, sentence: str) -> None: ...
-    def pull(self, progress: Progress) -> None: ...
-    def evaluated(self, batch: int, n_batches: int) -> None: ...
-
-
 @dataclass(frozen=True)
 class PruneResult:
     """What `prune` found, as evaluation.json holds it, with the selection and where the files are."""
@@ -134,6 +168,7 @@ class PruneResult:
     selection: Selection
     record: dict[str, Any]
     out: Path | None
+    cut: dict[str, Any] | None = None  # as secateur.json holds it, if a smaller model was written
 
 
 def prune(
@@ -143,15 +178,19 @@ def prune(
     data: str = "",
     evaluation_size: int = AUTO,
     evaluation_batches: int = AUTO,
+    repair: str = "",
+    measuring: bool = True,
     cache_memory: int | None = None,
     lanes: int | None = None,
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> PruneResult:
-    """Choose units of a model, evaluate it with and without them, and write selection.json and evaluation.json to `out`.
+    """Choose units of a model, evaluate it with and without them, cut them out, and measure the smaller model.
 
-    Further keywords are those of `Settings`. Started again with the same arguments after it was stopped, it goes on.
+    Writes selection.json, evaluation.json and, unless the layout is "none", the smaller checkpoint to `out`. `repair` is one of
+    recovery.FORMS, or nothing. Further keywords are those of `Settings`. Started again with the same arguments after it was
+    stopped, it goes on.
 
     >>> prune("gpt2", ratio=0.10, calibration="wikitext2", out="gpt2-pruned")
     """
@@ -163,6 +202,8 @@ def prune(
     folder = Path(out) if out is not None else None
     if folder:
         check_place(folder)
+        if asked.layout != NONE:
+            check_cut_place(folder, repair)
     network, processor, wanted = open_model(asked, trust_remote_code=trust_remote_code, watcher=watcher)
     judging = judging.for_task(task_of(network), wanted.calibration)
     watcher.stage("reading data")
@@ -170,7 +211,7 @@ def prune(
     evaluation = load_batches(
         network, processor, judging.data, wanted, split="test", size=judging.size, most=judging.max_batches
     )
-    return prune_loaded(
+    result = prune_loaded(
         network,
         calibration,
         evaluation,
@@ -181,6 +222,25 @@ def prune(
         lanes=lanes,
         watcher=watcher,
     )
+    if folder is None or wanted.layout == NONE:
+        return result
+    done = cut(
+        network,
+        result.selection,
+        folder,
+        name=wanted.model,
+        layout=wanted.layout,
+        processor=processor,
+        calibration=calibration,
+        evaluation=evaluation,
+        judged=result.record,
+        repair=repair,
+        measuring=measuring,
+        tokens=wanted.seq_len,
+        trust_remote_code=trust_remote_code,
+        watcher=watcher,
+    )
+    return replace(result, cut=done)
 
 
 def open_model(settings: Settings, *, trust_remote_code: bool, watcher: Watcher) -> tuple[nn.Module, Any, Settings]:
@@ -216,7 +276,14 @@ def prune_loaded(
     started = time.perf_counter()
     with Journal(out / "journal.jsonl", key["settings"]) if out else nullcontext() as journal:
         selection = choose_units(
-            model, calibration, settings, cache_memory=cache_memory, lanes=lanes, journal=journal, watcher=watcher
+            model,
+            calibration,
+            settings,
+            cache_memory=cache_memory,
+            lanes=lanes,
+            journal=journal,
+            latency_file=out / "latency.json" if out else None,
+            watcher=watcher,
         )
     # Seconds of this start alone; what an earlier start had measured is counted beside them.
     spent = {
@@ -251,17 +318,25 @@ def choose_units(
     cache_memory: int | None = None,
     lanes: int | None = None,
     journal: Journal | None = None,
+    latency_file: Path | None = None,
     watcher: Watcher | None = None,
 ) -> Selection:
-    """The units that the settings' method chooses, with everything that a selection.json records."""
+    """The units that the settings' method chooses, with everything that a selection.json records.
+
+    `latency_file` keeps the table that a latency target is judged by, so that a run that goes on decides as it began.
+    """
     watcher = watcher or Watcher()
     settings.check()
     units = candidate_units(model, settings.target, settings.group_width)
+    goal = settings.goal(model, units, latency_file, watcher)
+    quota = uniform_quota(model, units, settings.ratio, goal) if settings.layout == UNIFORM else None
+    if quota:
+        check_uniform(model, quota.some())
     watcher.stage("choosing units")
     if settings.method in STATIC_METHODS:
         batches = calibration[: settings.score_batches]
         scores = unit_scores(settings.method, model, units, batches=batches, seed=settings.seed)
-        found = select_by_score(scores, ratio=settings.ratio)
+        found = select_by_score(scores, ratio=settings.ratio, goal=goal, quota=quota)
     else:
         meter = DamageMeter(
             model,
@@ -278,6 +353,8 @@ def choose_units(
             units,
             policy=_policy(settings),
             ratio=settings.ratio,
+            goal=goal,
+            quota=quota,
             pulls_per_step=settings.pulls_per_step,
             temperature=settings.temperature,
             seed=settings.seed,
@@ -290,7 +367,8 @@ def choose_units(
         if meter.cache_was_full:
             watcher.say("The cache memory did not hold the block outputs of all batches: a larger --cache-memory is faster.")
     ours = run_settings(model, settings, calibration)
-    return replace(found, settings=ours, versions=versions(), calibration=calibration.source.to_json())
+    reached = {"what": goal.what, "asked": goal.share, "got": goal.left(found.units)} if goal else {}
+    return replace(found, settings=ours, versions=versions(), calibration=calibration.source.to_json(), goal=reached)
 
 
 def judge(
@@ -325,6 +403,7 @@ def judge(
         "pulls": selection.pulls,
         "forwards": selection.forwards,
         "nonfinite_pulls": selection.nonfinite_pulls,
+        **({"goal": selection.goal} if selection.goal else {}),
     }
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
@@ -97,6 +98,7 @@ class Selection:
     scores: dict[Unit, float] = field(default_factory=dict)  # of a static method: every candidate's score
     versions: dict[str, str] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)  # what chose, so that it can be kept from judging
+    goal: dict[str, Any] = field(default_factory=dict)  # where a target was set: what was asked for, and what was got
 
     @property
     def pulls(self) -> int:
@@ -121,6 +123,7 @@ class Selection:
             "forwards": self.forwards,
             "nonfinite_pulls": self.nonfinite_pulls,
             "calibration": self.calibration,
+            "goal": self.goal,
             "units": [unit.to_json() for unit in self.units],
             "steps": list(self.steps),
             "scores": [{**unit.to_json(), "score": score} for unit, score in self.scores.items()],
@@ -169,11 +172,67 @@ class Selection:
                 scores={Unit.from_json(row): float(row["score"]) for row in fields["scores"]},
                 versions=dict(fields["versions"]),
                 calibration=dict(source),
+                goal=dict(fields.get("goal", {})),
             )
         except KeyError as error:
             raise SelectionError(f"{path} is a damaged selection: it lacks {error}.") from error
         except (TypeError, ValueError, AttributeError, SelectionError) as error:
             raise SelectionError(f"{path} is a damaged selection: {first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many units each cell of the candidates gives, no more and no less: a layer, or a K/V group of one."""
+
+    cells: Mapping[Unit, Hashable]
+    room: Mapping[Any, int]
+
+    def open(self, units: Iterable[Unit], selected: Iterable[Unit]) -> list[Unit]:
+        """Those of the units whose cells have not given all they are to give."""
+        given = Counter(self.cells[unit] for unit in selected)
+        return [unit for unit in units if unit in self.cells and given[self.cells[unit]] < self.room[self.cells[unit]]]
+
+    def some(self) -> list[Unit]:
+        """Some units that fill it."""
+        taken: list[Unit] = []
+        for unit in self.cells:
+            taken += self.open([unit], taken)
+        return taken
+
+    @property
+    def n_selected(self) -> int:
+        return sum(self.room.values())
+
+
+@dataclass(frozen=True)
+class Goal:
+    """To remove units until at most `share` of a cost is left, those first that do the least damage for what they cost."""
+
+    what: str
+    share: float
+    left: Callable[[Sequence[Unit]], float]  # the share of the cost that is left without these units
+    costs: Mapping[Unit, float]  # each unit's own share, about: what is left is asked of `left`
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise SettingError(f"The target is {self.share} of the dense model's {self.what}, but must lie between 0 and 1.")
+        least = self.left(list(self.costs))
+        if least > self.share:
+            raise SettingError(
+                f"Without any of the {len(self.costs)} candidates {least:.1%} of the {self.what} would still be left, and "
+                f"{self.share:.1%} were asked for; ask for more, or let more kinds of units go with --target."
+            )
+
+    def weight(self, unit: Unit) -> float:
+        """What the unit costs, as a multiple of what one costs on average."""
+        mean = sum(self.costs.values()) / len(self.costs)
+        return max(self.costs[unit] / mean, 1e-3) if mean > 0 else 1.0
+
+    def n_steps(self, selected: Sequence[Unit]) -> int:
+        """About how many units it takes in all, when these are out: just these, once the goal is met."""
+        missing = self.left(selected) - self.share
+        mean = sum(self.costs.values()) / len(self.costs)
+        return len(selected) + (0 if missing <= 0 else max(1, math.ceil(missing / mean)) if mean > 0 else 1)
 
 
 def active_pool(remaining: Sequence[Unit], rng: np.random.Generator, size: int | None = None) -> list[Unit]:
@@ -194,7 +253,9 @@ def select(
     units: Sequence[Unit],
     *,
     policy: Policy,
-    ratio: float,
+    ratio: float = 0.10,
+    goal: Goal | None = None,
+    quota: Quota | None = None,
     pulls_per_step: int = 32,
     temperature: float = 0.02,
     seed: int = 42,
@@ -206,12 +267,13 @@ def select(
 ) -> Selection:
     """Algorithm 1: at each step let `policy` spend `pulls_per_step` pulls on a pool, then keep out the best unit.
 
-    `screen` narrows each step's remaining candidates to those of lowest `screen_scores` before the pool is drawn. With the
-    policy `Greedy()` the pool is the trial set G_s of `pulls_per_step` candidates, each pulled once on the same batches.
+    With a `goal` or a `quota` these say when it is enough, and not the ratio. `screen` narrows each step's remaining candidates
+    to those of lowest `screen_scores` before the pool is drawn. With the policy `Greedy()` the pool is the trial set G_s of
+    `pulls_per_step` candidates, each pulled once on the same batches.
 
     >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
     """
-    k = n_selected(ratio, len(units))
+    n_steps = _n_steps(len(units), ratio, goal, quota)
     check_search(pulls_per_step=pulls_per_step, temperature=temperature, pool_size=pool_size, screen=screen)
     if screen is not None and screen_scores is None:
         raise SettingError(f"A screen of {screen} candidates needs the scores to screen by.")
@@ -222,9 +284,10 @@ def select(
     selected: list[Unit] = []
     broken: set[Unit] = set()  # masks that made the loss non-finite: last in line from then on
 
-    while len(selected) < k:
+    while len(selected) < (k := n_steps(selected)):
         step = len(selected)
         remaining = [unit for unit in units if unit not in selected]
+        remaining = quota.open(remaining, selected) if quota else remaining
         remaining = [unit for unit in remaining if unit not in broken] or remaining
         last_resort = set(remaining) <= broken
         if screen is not None and screen_scores is not None:
@@ -238,7 +301,8 @@ def select(
             meter.expect(zip(pool, draws, strict=False))
         for i in range(n_pulls):
             arm = policy.choose(stats, policy_rng)
-            made = _pull(meter, journal, step, pool[arm], draws[i], temperature)
+            weight = goal.weight(pool[arm]) if goal else 1.0
+            made = _pull(meter, journal, step, pool[arm], draws[i], temperature * weight)
             trace.append(made)
             # A base loss that is not finite is the fault of what was committed before, not of this unit's mask.
             blameless = math.isfinite(made.damage) or not all(map(math.isfinite, made.base_losses))
@@ -255,6 +319,14 @@ def select(
         meter.commit(pool[best])
         steps.append(_step_record(step, pool[best], best, stats))
     return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace))
+
+
+def _n_steps(n_units: int, ratio: float, goal: Goal | None, quota: Quota | None) -> Callable[[Sequence[Unit]], int]:
+    """How many units are to be selected in all, given those that are."""
+    if goal and not quota:
+        return goal.n_steps
+    k = quota.n_selected if quota else n_selected(ratio, n_units)
+    return lambda selected: k
 
 
 def _pull(meter: Meter, journal: Journal | None, step: int, unit: Unit, batches: tuple[int, ...], temperature: float) -> Pull:
@@ -290,10 +362,22 @@ def _step_record(step: int, unit: Unit, arm: int, stats: ArmStats) -> dict[str, 
     }
 
 
-def select_by_score(scores: Mapping[Unit, float], *, ratio: float) -> Selection:
-    """The k units of lowest score: the static methods. Ties go to the earlier unit, non-finite scores come last."""
-    k = n_selected(ratio, len(scores))
-    return Selection(units=tuple(_by_score(list(scores), scores)[:k]), scores=dict(scores))
+def select_by_score(
+    scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: Goal | None = None, quota: Quota | None = None
+) -> Selection:
+    """The units of lowest score, or with a goal of lowest score for their cost: the static methods.
+
+    Ties go to the earlier unit, non-finite scores come last.
+    """
+    n_steps = _n_steps(len(scores), ratio, goal, quota)
+    per_cost = {unit: score / goal.weight(unit) for unit, score in scores.items()} if goal else scores
+    selected: list[Unit] = []
+    for unit in _by_score(list(scores), per_cost):
+        if len(selected) >= n_steps(selected):
+            break
+        if not quota or quota.open([unit], selected):
+            selected.append(unit)
+    return Selection(units=tuple(selected), scores=dict(scores))
 
 
 def check_search(*, pulls_per_step: int, temperature: float, pool_size: int | None, screen: int | None) -> None:
