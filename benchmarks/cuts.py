@@ -13,30 +13,41 @@ import os
 from pathlib import Path
 from typing import Any
 
-from secateur import prune
 from secateur.card import markdown
+from secateur.cut import cut
+from secateur.families import task_of
+from secateur.prune import Judging, load_batches, make_settings, open_model, prune
+from secateur.watcher import Watcher
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("SECATEUR_DATA", ROOT.parent / "shared" / "data"))
 SMOLLM2: dict[str, Any] = {
     "model": str(ROOT / ".cache" / "SmolLM2-135M-Instruct"),
     "calibration": str(DATA / "wikitext2"),
+    "calibration_size": 256,
     "batches_per_pull": 1,
     "batches_per_step": 8,
+    "score_batches": 8,
 }
-DEIT: dict[str, Any] = {"model": str(DATA / "deit-tiny"), "calibration": str(DATA / "imagenette"), "batches_per_pull": 1}
+DEIT: dict[str, Any] = {
+    "model": str(DATA / "deit-tiny"),
+    "calibration": str(DATA / "imagenette"),
+    "batches_per_pull": 1,
+    "score_batches": 32,
+}
+EVALUATION_BATCHES = {"text": 32, "image": -1}  # -1: as many as the task usually has
 UNIFORM = {"layout": "uniform"}
 CUTS: dict[str, dict[str, Any]] = {
-    "smollm2-mlp20-uniform": SMOLLM2 | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor", "score_batches": 32},
+    "smollm2-mlp20-uniform": SMOLLM2 | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
     "smollm2-kv1-uniform": SMOLLM2 | UNIFORM | {"target": "kv_group", "ratio": 1 / 3, "method": "ucb", "pulls_per_step": 8},
     "smollm2-heads10-free": SMOLLM2 | {"target": "head", "ratio": 0.1, "method": "ucb", "pulls_per_step": 16},
-    "smollm2-params90": SMOLLM2 | {"target": "kv_group+mlp", "target_params": 0.9, "method": "taylor", "score_batches": 32},
-    "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "target_flops": 0.8, "method": "taylor", "score_batches": 32},
-    "smollm2-latency80": SMOLLM2 | {"target": "kv_group+mlp", "target_latency": 0.8, "method": "taylor", "score_batches": 32},
-    "deit-mlp20-uniform": DEIT | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor", "score_batches": 64},
+    "deit-mlp20-uniform": DEIT | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
     "deit-heads10-free": DEIT | {"target": "head", "ratio": 0.1, "method": "ucb", "pulls_per_step": 64},
-    "deit-flops80": DEIT | {"target": "both", "target_flops": 0.8, "method": "taylor", "score_batches": 64},
-    "deit-latency80": DEIT | {"target": "both", "target_latency": 0.8, "method": "taylor", "score_batches": 64},
+    "deit-params90": DEIT | {"target": "both", "target_params": 0.9, "method": "taylor"},
+    "deit-flops80": DEIT | {"target": "both", "target_flops": 0.8, "method": "taylor"},
+    "deit-latency80": DEIT | {"target": "both", "target_latency": 0.8, "method": "taylor"},
+    "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "target_flops": 0.8, "method": "taylor"},
+    "smollm2-latency80": SMOLLM2 | {"target": "kv_group+mlp", "target_latency": 0.8, "method": "taylor"},
 }
 
 
@@ -50,9 +61,7 @@ def main() -> None:
     for name, settings in CUTS.items():
         if given.only not in name:
             continue
-        plain = prune(**settings, out=given.out / name, measuring=not given.no_measure).cut
-        repaired = prune(**settings, out=given.out / f"{name}-repaired", repair="auto", measuring=False).cut
-        assert plain and repaired
+        plain, repaired = _cut(settings, given.out / name, measuring=not given.no_measure)
         costs.append(_costs(name, plain, repaired))
         print(costs[-1], flush=True)
         if plain.get("measurement"):
@@ -62,6 +71,33 @@ def main() -> None:
     if wins:
         print()
         print(markdown(["cut", "work", "dense", "small", "dense/small", "FLOPs dense/small", "gain of FLOPs'"], wins))
+
+
+def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What secateur.json says of the cut, and of the same cut repaired."""
+    most = EVALUATION_BATCHES["text" if "SmolLM2" in asked["model"] else "image"]
+    result = prune(**asked, out=out, evaluation_batches=most, measuring=measuring)
+    model, processor, settings = open_model(make_settings(**asked), trust_remote_code=False, watcher=Watcher())
+    judging = Judging(max_batches=most).for_task(task_of(model), settings.calibration)
+    size = settings.calibration_size
+    calibration = load_batches(model, processor, settings.calibration, settings, split="train", size=size)
+    evaluation = load_batches(
+        model, processor, judging.data, settings, split="test", size=judging.size, most=judging.max_batches
+    )
+    repaired = cut(
+        model,
+        result.selection,
+        out.with_name(f"{out.name}-repaired"),
+        name=settings.model,
+        calibration=calibration,
+        layout=settings.layout,
+        evaluation=evaluation,
+        judged=result.record,
+        repair="auto",
+        measuring=False,
+    )
+    assert result.cut
+    return result.cut, repaired
 
 
 def _costs(name: str, plain: dict[str, Any], repaired: dict[str, Any]) -> list[str]:

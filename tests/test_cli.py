@@ -31,7 +31,8 @@ tf: Any = transformers  # its classes are not typed
 SMALL = ["--ratio", "0.3", "--pulls-per-step", "4", "--group-width", str(GROUP), "--seq-len", str(SEQ_LEN), "--device", "cpu"]
 SMALL += ["--layout", "none"]
 PROGRESS = re.compile(
-    r"(loading|reading|choosing|evaluating|measuring|taking over) .*|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
+    r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
+    r"|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
 )
 COMMANDS = ("prune", "select", "shrink", "measure", "evaluate", "units", "bench")
 FILES = ["evaluation.json", "journal.jsonl", "selection.json"]
@@ -943,3 +944,221 @@ def test_standard_output_that_takes_nothing_is_one_sentence() -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode not in (0, None)
     assert len(ended.stderr.splitlines()) == 1 and ended.stderr.startswith("error: "), ended.stderr
+
+
+# Cutting
+
+CUT = ["--no-measure", "--calibration-size", 16, "--evaluation-batches", 2]
+
+
+@pytest.fixture(scope="module")
+def cuts(world: World, selection: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A selection (sel.json) and the folder that `shrink` makes of it (small), which nobody changes."""
+    place = tmp_path_factory.mktemp("cuts")
+    (place / "sel.json").write_text(json.dumps(selection))
+    model, calibration, _ = loaded(world, "text")
+    processor = sc.load(str(world.text_model), device="cpu")[1]
+    chosen = sc.Selection.load(place / "sel.json")
+    name = str(world.text_model)
+    sc.cut(model, chosen, place / "small", name=name, calibration=calibration, processor=processor, measuring=False)
+    return place
+
+
+def free(world: World, out: Path, *more: object, **options: Any) -> list[object]:
+    """The last --layout counts."""
+    return prune_command(world, out, "--layout", "free", *CUT, *more, **options)
+
+
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_prune_cuts_and_the_result_is_pruned_again_evaluated_and_counted(
+    task: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    first = run(*free(world, tmp_path / "1", "--target", "both", "--json", task=task))
+    assert (first.code, first.complaints) == (0, [])
+    record = first.document
+    assert record["cut"]["shrunk"]["loss"] == pytest.approx(record["pruned"]["loss"], rel=1e-5)
+    second = run(*free(world, tmp_path / "2", "--target", "both", "--json", task=task, model=tmp_path / "1"))
+    assert (second.code, second.complaints) == (0, [])
+    assert second.document["cut"]["params"] < second.document["cut"]["dense_params"] == record["cut"]["params"]
+    data = world.of(task)[1]
+    judged = run("evaluate", tmp_path / "2", "--data", data, "--seq-len", SEQ_LEN, "--evaluation-batches", 2, "--json")
+    assert judged.document["dense"]["loss"] == pytest.approx(second.document["pruned"]["loss"], rel=1e-5)
+    units = run("units", tmp_path / "2", "--group-width", GROUP, "--json").document
+    assert units["total_params"] == second.document["cut"]["params"]
+    chosen = run("select", tmp_path / "2", "--calibration", data, *SMALL, "-o", tmp_path / "sel.json")
+    assert (chosen.code, chosen.complaints) == (0, [])
+    again = run(*free(world, tmp_path / "1", "--target", "both", "--json", task=task))
+    assert again.document == record
+
+
+def test_shrink_writes_what_it_shows_and_again_the_same(cuts: Path, world: World, tmp_path: Path, run: Run) -> None:
+    command = ["shrink", world.text_model, "--selection", cuts / "sel.json", "-o", tmp_path / "small", "--no-measure"]
+    shown = run(*command)
+    assert (shown.code, shown.complaints) == (0, [])
+    record = run(*command, "--json").document
+    assert f"{record['params']:,} of {record['dense_params']:,} parameters" in shown.out
+    before = contents(tmp_path)
+    assert run(*command).out == shown.out
+    assert contents(tmp_path) == before
+    assert (tmp_path / "small" / "model.safetensors").read_bytes() == (cuts / "small" / "model.safetensors").read_bytes()
+
+
+def test_select_says_what_a_target_left_also_in_json(world: World, tmp_path: Path, run: Run) -> None:
+    command = [
+        "select",
+        world.text_model,
+        "--calibration",
+        world.text,
+        *SMALL,
+        "--target-params",
+        0.9,
+        "-o",
+        tmp_path / "s.json",
+    ]
+    assert "90.0% of the dense model's parameters were asked for" in run(*command).out
+    assert run(*command, "--json").document["goal"]["got"] <= 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target-params", 0.8, "--target-flops", 0.8], "2 targets"),
+        (["--target-latency", 1.5], "between 0 and 1"),
+        (["--target-params", "nan"], "between 0 and 1"),
+        (["--target-params", 0.01], "would still be left"),
+        (["--layout", "unifrom"], "Did you mean 'uniform'"),
+        (["--layout", "uniform"], "--layout free"),
+        (["--layout", "uniform", "--target", "both", "--target-params", 0.9], "one kind"),
+        (["--repair", "--repair-form", "leastsquares"], "Did you mean 'least squares'"),
+        (["--repair", "--calibration-size", 4, "--batches-per-pull", 1], "at least 2 batches"),
+    ],
+    ids=str,
+)
+def test_a_cut_that_cannot_be_made_is_one_sentence_and_leaves_nothing(
+    options: list[object], said: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    assert said in check_refused(run(*free(world, tmp_path / "out", *options)), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"units": head(0, 3)}, "head 0.3"),
+        ({"units": head(3, 0)}, "head 3.0"),
+        ({"units": head(0, 1, "mlp")}, "mlp 0.1"),
+        ({"units": head(0, 0, "kv")}, "damaged selection"),
+        ({"units": []}, "empty"),
+        ({"settings": {"model_digest": "00000000-00000000", "dtype": "float32"}}, "another one"),
+        ({"settings": {"seq_len": "x"}}, "sel.json|seq"),
+        ({"settings": {"calibration": 5}}, "sel.json|calibration"),
+        ({"settings": {"batch_size": None}}, "sel.json|batch"),
+    ],
+    ids=str,
+)
+def test_shrink_refuses_a_selection_that_it_cannot_use(
+    changed: dict[str, Any], said: str, selection: dict[str, Any], world: World, tmp_path: Path, run: Run
+) -> None:
+    settings = selection["settings"] | changed.get("settings", {})
+    (tmp_path / "sel.json").write_text(json.dumps(selection | changed | {"settings": settings}))
+    ran = run("shrink", world.text_model, "--selection", tmp_path / "sel.json", "-o", tmp_path / "out", "--no-measure")
+    assert re.search(said, check_refused(ran, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--layout", "none"], "free, uniform"),
+        (["--layout", "uniform"], "cannot be uniform"),
+        (["--repair", "--repair-form", "x"], "'x'"),
+        (["--max-shard-size", "abc"], "abc"),
+        (["--calibration", "/nowhere"], "/nowhere"),
+        (["--dtype", "int8"], "int8"),
+        (["--selection", "/nowhere/sel.json"], "/nowhere/sel.json"),
+    ],
+    ids=str,
+)
+def test_shrink_refuses_settings_that_cannot_work(
+    options: list[str], said: str, cuts: Path, world: World, tmp_path: Path, run: Run
+) -> None:
+    command = ["shrink", world.text_model, "--selection", cuts / "sel.json", "-o", tmp_path / "out", "--no-measure", *options]
+    assert said in check_refused(run(*command), tmp_path / "out")
+
+
+@pytest.mark.parametrize("there", ["model", "cut", "record", "file"])
+def test_shrink_refuses_a_place_with_something_else(there: str, cuts: Path, world: World, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    if there == "file":
+        out.write_text("mine")
+    elif there == "record":
+        out.mkdir()
+        (out / "secateur.json").write_text("mine")
+    else:
+        shutil.copytree(world.text_model if there == "model" else cuts / "small", out)
+    before = contents(tmp_path)
+    fields = json.loads((cuts / "sel.json").read_text())
+    (cuts / "other.json").write_text(json.dumps(fields | {"units": fields["units"][:1]}))
+    ran = run("shrink", world.text_model, "--selection", cuts / "other.json", "-o", out, "--no-measure")
+    assert str(out) in check_refused(ran)
+    assert contents(tmp_path) == before
+
+
+def test_a_selection_for_the_dense_model_is_not_cut_out_of_the_shrunk_one(cuts: Path, tmp_path: Path, run: Run) -> None:
+    ran = run("shrink", cuts / "small", "--selection", cuts / "sel.json", "-o", tmp_path / "out", "--no-measure")
+    assert "made for the model" in check_refused(ran, tmp_path / "out")
+
+
+def test_measure_shows_two_models_of_a_kind(cuts: Path, world: World, run: Run) -> None:
+    command = ["measure", world.text_model, cuts / "small", "--no-memory", "--repeats", 3, "--tokens", 4, "--new-tokens", 2]
+    found = run(*command, "--batch-size", 2, "--json").document
+    assert found["small_params"] < found["dense_params"] and found["small_disk"] > 0
+    assert {timing["batch_size"] for timing in found["timings"]} == {2}
+    shown = run(*command)
+    assert (shown.code, shown.complaints) == (0, [])
+    assert f"{found['small_params']:,}" in shown.out and "3 repetitions" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["IMAGE"], "same task"),
+        (["SMALL", "--repeats", 1], "at least 3"),
+        (["SMALL", "--new-tokens", 16], "room for 16"),
+        (["SMALL", "--batch-size", 0], "batch size is 0"),
+        (["SMALL", "--tokens", 0], "tokens is 0"),
+        (["SMALL", "--threads", -1], "threads is -1"),
+        (["/nowhere"], "/nowhere"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_one_sentence(options: list[Any], said: str, cuts: Path, world: World, run: Run) -> None:
+    small = {"IMAGE": world.image_model, "SMALL": cuts / "small"}.get(options[0], options[0])
+    assert said in check_refused(run("measure", world.text_model, small, "--no-memory", "--new-tokens", 2, *options[1:]))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "prune", "select", "units"])
+@pytest.mark.parametrize("how", ["code", "counts", "shape", "weights"])
+def test_a_tampered_cut_is_one_sentence_and_its_code_is_not_run(
+    how: str, command: str, cuts: Path, world: World, tmp_path: Path, run: Run
+) -> None:
+    if command == "units" and how in ("shape", "weights"):
+        pytest.skip("it reads no weights")
+    folder = Path(shutil.copytree(cuts / "small", tmp_path / "model"))
+    (folder / "modeling_shrunk.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    weights = folder / "model.safetensors"
+    if how == "code":
+        with_config(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    elif how == "counts":
+        with_config(folder, secateur={"layers": [{"heads": -1}]})
+    elif how == "shape":
+        tensors = load_file(weights)
+        tensors["transformer.h.0.mlp.c_fc.bias"] = torch.zeros(3)
+        save_file(tensors, weights, metadata={"format": "pt"})
+    else:
+        weights.write_bytes(weights.read_bytes()[:-8])
+    more = {
+        "evaluate": ["--data", world.text, "--seq-len", SEQ_LEN, "-o", tmp_path / "out.json"],
+        "prune": ["--calibration", world.text, *SMALL, "-o", tmp_path / "out"],
+        "select": ["--calibration", world.text, *SMALL, "-o", tmp_path / "out.json"],
+        "units": [],
+    }[command]
+    assert str(folder) in check_refused(run(command, folder, *more), tmp_path / "out", tmp_path / "out.json", tmp_path / "mark")

@@ -58,8 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "card": set(),
     "checkpoint": {"errors", "jsonio", "models", "surgery"},
     "cut": CORE | MODEL | {"card", "checkpoint", "data", "evaluate", "measure", "watcher"},
-    "prune": CORE | MODEL | {"cut", "data", "evaluate", "targets", "watcher"},
-    "cli": CORE | MODEL | {"bench", "card", "cut", "data", "evaluate", "prune", "watcher", "__init__"},
+    "prune": CORE | MODEL | {"checkpoint", "cut", "data", "evaluate", "targets", "watcher"},
+    "cli": CORE | MODEL | {"bench", "card", "checkpoint", "cut", "measure", "data", "evaluate", "prune", "watcher", "__init__"},
     "__init__": CORE | MODEL | {"checkpoint", "cut", "data", "evaluate", "measure", "prune"},
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}

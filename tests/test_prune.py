@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from PIL import Image
 import secateur as sc
 from secateur import jsonio
 from secateur.data import Batches, Source
-from secateur.prune import METHODS, SEARCH_METHODS, Watcher, choose_units, judge
+from secateur.prune import METHODS, SEARCH_METHODS, choose_units, judge
 from secateur.selection import Progress
+from secateur.watcher import Watcher
 from tiny import CLASSES, FAMILIES_TINY, GROUP, VOCABULARY, hook_count
 
 tf: Any = transformers  # its classes are not typed
@@ -461,3 +463,136 @@ def test_a_run_stopped_in_the_middle_goes_on_with_other_lanes_to_the_same_files(
     prune(world, out=tmp_path / "cut", lanes=3)
     for name in ("selection.json", "journal.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+# Targets and layouts
+
+CHEAP: dict[str, Any] = {"layout": "free", "measuring": False, "evaluation_batches": 2, "calibration_size": 16}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A machine whose time is a little less each time it is asked; how often it was."""
+    asked: list[int] = []
+
+    def measure(model: Any, small: Any, **settings: Any) -> Any:
+        asked.append(1)
+        ratio = sc.total_parameters(model) / sc.total_parameters(small)
+        timing = SimpleNamespace(flop_ratio=ratio, speedup=SimpleNamespace(value=ratio * (1 + 0.01 * len(asked))))
+        return SimpleNamespace(timings=[timing])
+
+    monkeypatch.setattr("secateur.targets.measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize("what", ["target_params", "target_flops"])
+@pytest.mark.parametrize("method", ["ucb", "greedy", "magnitude"])
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_a_target_is_met_by_the_checkpoint(what: str, method: str, task: str, world: World, tmp_path: Path) -> None:
+    settings = SMALL | CHEAP | {"method": method, "target": "both", what: 0.8}
+    result = prune(world, task, out=tmp_path, **settings)
+    goal = result.selection.goal
+    assert (goal["what"], goal["asked"]) == ({"target_params": "parameters", "target_flops": "FLOPs"}[what], 0.8)
+    assert 0.6 < goal["got"] <= 0.8
+    assert result.record["goal"] == goal
+    assert result.cut is not None and result.cut["goal"] == goal
+    if what == "target_params":
+        assert result.cut["params"] / result.cut["dense_params"] == goal["got"]
+
+
+def test_a_latency_table_is_kept_so_that_a_stopped_run_ends_with_the_same_files(
+    clock: list[int], world: World, tmp_path: Path
+) -> None:
+    class Stopping(Watcher):
+        def pull(self, progress: Progress) -> None:
+            if (progress.step, progress.pull) == (1, 2):
+                raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"target": "mlp", "target_latency": 0.85}
+    prune(world, out=tmp_path / "whole", **settings)
+    clock.clear()
+    with pytest.raises(KeyboardInterrupt):
+        prune(world, out=tmp_path / "cut", watcher=Stopping(), **settings)
+    assert len(clock) == 3
+    table = (tmp_path / "cut" / "latency.json").read_bytes()
+    prune(world, out=tmp_path / "cut", **settings)
+    assert len(clock) == 3
+    assert (tmp_path / "cut" / "latency.json").read_bytes() == table
+    for name in ("selection.json", "journal.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_after_an_unreachable_latency_the_advice_to_let_more_kinds_go_can_be_followed_in_the_same_place(
+    clock: list[int], world: World, tmp_path: Path
+) -> None:
+    with pytest.raises(sc.SettingError, match="--target"):
+        prune(world, out=tmp_path, target_latency=0.05)
+    prune(world, out=tmp_path, target_latency=0.8, target="both")
+
+
+def test_a_latency_table_of_another_model_is_not_used(clock: list[int], world: World, tmp_path: Path) -> None:
+    with pytest.raises(sc.SettingError, match="--target"):
+        prune(world, out=tmp_path, target_latency=0.05)
+    clock.clear()
+    try:
+        prune(world, "image", out=tmp_path, target_latency=0.9)
+    except sc.OutputError:
+        return
+    assert clock
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_params": 0.8, "target_flops": 0.8},
+        {"target_params": 0.8, "target_flops": 0.8, "target_latency": 0.5},
+        {"target_params": 1.0},
+        {"target_flops": -0.1},
+        {"target_latency": math.nan},
+        {"layout": "freee"},
+        {"repair": "least square", "layout": "free"},
+    ],
+    ids=str,
+)
+def test_targets_and_layouts_that_cannot_work_are_refused_before_the_model_is_read(
+    targets: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(sc.SettingError):
+        sc.prune(str(tmp_path / "no model"), out=tmp_path / "out", **(SMALL | targets))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["ucb", "magnitude"])
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_a_uniform_prune_is_read_by_a_stock_loader(method: str, task: str, world: World, tmp_path: Path) -> None:
+    result = prune(world, task, out=tmp_path, **SMALL | CHEAP | {"layout": "uniform", "target": "mlp", "method": method})
+    assert result.cut is not None and result.cut["layout"] == "uniform"
+    assert sorted(unit.layer for unit in result.selection.units) == [0, 1, 2]
+    auto = tf.AutoModelForCausalLM if task == "text" else tf.AutoModelForImageClassification
+    assert sum(parameter.numel() for parameter in auto.from_pretrained(tmp_path).parameters()) == result.cut["params"]
+
+
+def test_a_uniform_cut_of_heads_that_no_config_can_say_is_refused_before_the_search(world: World, tmp_path: Path) -> None:
+    listener = Listener()
+    with pytest.raises(sc.SelectionError, match="--layout free"):
+        prune(world, out=tmp_path / "out", **SMALL | {"layout": "uniform"}, watcher=listener)
+    assert listener.pulls == [] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("broken", ["too few batches", "another cut"])
+def test_what_cannot_be_written_in_the_end_is_refused_before_the_search(broken: str, world: World, tmp_path: Path) -> None:
+    settings = SMALL | CHEAP
+    if broken == "too few batches":
+        settings |= {"repair": "auto", "calibration_size": 4, "batches_per_pull": 1}
+    else:
+        prune(world, out=tmp_path / "first", **settings)
+        (tmp_path / "out").mkdir()
+        for path in (tmp_path / "first").iterdir():
+            if path.name not in ("selection.json", "evaluation.json", "journal.jsonl"):  # as `shrink` leaves it
+                path.rename(tmp_path / "out" / path.name)
+        settings |= {"seed": 7, "method": "random"}
+    listener = Listener()
+    with pytest.raises(sc.SecateurError, match=r"at least 2 batches|another cut"):
+        prune(world, out=tmp_path / "out", watcher=listener, **settings)
+    assert listener.pulls == [] and listener.evaluations == []
+    assert not (tmp_path / "out" / "selection.json").exists()

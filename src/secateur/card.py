@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Fields = Mapping[str, Any]
-UNITS = {"head": "attention heads", "mlp": "MLP channel groups", "kv_group": "K/V groups (K/V heads with their query heads)"}
+UNITS = {"head": "attention head", "mlp": "MLP channel group", "kv_group": "K/V group"}
 FIGURES = {
     "loss": "loss",
     "perplexity": "perplexity",
@@ -24,20 +24,20 @@ def model_card(record: Fields) -> str:
     timm = str(record["family"]).startswith("timm/")
     left, total = record["params"], record["dense_params"]
     task = "text-generation" if record["task"] == "text" else "image-classification"
-    chosen = ", ".join(
-        f"{key.replace('_', ' ')} `{_plain(str(settings[key]))}`" for key in ("method", "target", "seed") if key in settings
+    chosen = ", ".join(f"{key} `{_plain(str(settings[key]))}`" for key in ("method", "target", "seed") if key in settings)
+    how = (
+        f"By Secateur: {chosen}, on the calibration data `{_plain(str(settings.get('calibration', '-')))}`; " if chosen else ""
     )
     library, base = "timm" if timm else "transformers", json.dumps(str(record["model"]), ensure_ascii=False)
     parts = [
         f"---\nbase_model: {base}\nlibrary_name: {library}\npipeline_tag: {task}\ntags:\n- pruned\n- secateur\n---",
-        f"# {name}, pruned",
+        f"# `{name}`, pruned",
         f"This is `{name}` without {removed(record['units'])}: {left:,} of {total:,} parameters ({left / total:.1%}) are "
         "left. `secateur.json` lists what is gone.",
         "## Load it",
         f"```python\n{_loading(record, timm=timm)}\n```",
         "## What was removed, and how it was chosen",
-        f"By Secateur: {chosen}, on the calibration data `{_plain(str(settings.get('calibration', '-')))}`; "
-        f"{record.get('pulls', 0):,} paired measurements. Units as layer.index, counted from 0:",
+        f"{how}{record.get('pulls', 0):,} paired measurements. Units as layer.index, counted from 0:",
         "\n".join(f"- {line}" for line in unit_lines(record["units"])),
         "## What it cost",
         _costs(record),
@@ -58,7 +58,7 @@ def model_card(record: Fields) -> str:
 def removed(units: Sequence[Fields]) -> str:
     """How many units of which kind."""
     counts = {kind: sum(unit["kind"] == kind for unit in units) for kind in UNITS}
-    return " and ".join(f"{n} {UNITS[kind]}" for kind, n in counts.items() if n)
+    return " and ".join(f"{n} {UNITS[kind]}{'s' if n > 1 else ''}" for kind, n in counts.items() if n)
 
 
 def unit_lines(units: Sequence[Fields]) -> list[str]:
@@ -146,5 +146,5 @@ def _interval(median: Fields, form: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A name in Markdown: nothing that would end the code or the line it stands in, or be HTML."""
-    return text.replace("`", "'").replace("\n", " ").replace("<", "&lt;")
+    """A name as code in Markdown: nothing that would end the code or its line."""
+    return " ".join(text.replace("`", "'").split())

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from secateur import jsonio
-from secateur.errors import ModelError, OutputError, ProofError
+from secateur.errors import ModelError, OutputError, ProofError, SettingError, first_line
 from secateur.models import load_model
 from secateur.surgery import layout_of
 
@@ -50,15 +51,18 @@ def save_shrunk(
     """
     place = Path(folder)
     refuse_model(place)
+    check_shard_size(max_shard_size)
     if dtype is not None and next(small.parameters()).dtype != dtype:
         small = copy.deepcopy(small).to(dtype)
     with _beside(place) as beside:
-        if hasattr(small, "config"):
-            small.save_pretrained(beside, max_shard_size=max_shard_size)  # type: ignore[operator]
-        else:
-            _save_timm(small, beside, dict(model_args or {}))
-        if processor is not None and hasattr(processor, "save_pretrained"):
-            processor.save_pretrained(beside)
+        with _writing(place):
+            if hasattr(small, "config"):
+                with _sound_generation(small):
+                    small.save_pretrained(beside, max_shard_size=max_shard_size)  # type: ignore[operator]
+            else:
+                _save_timm(small, beside, dict(model_args or {}))
+            if processor is not None and hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(beside)
         (beside / RECORD).write_text(jsonio.dumps({"format": FORMAT, **(record or {})}, indent=1) + "\n", encoding="utf-8")
         (beside / CARD).write_text(card or f"# {place.name}\n\nA model pruned with Secateur.\n", encoding="utf-8")
         _check_same(small, beside)
@@ -75,9 +79,9 @@ def load_shrunk(folder: str | Path, *, device: str = "auto", dtype: str | None =
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """What secateur.json says of the model beside it; None where there is none."""
+    """What secateur.json says of the model beside it; None where there is no model."""
     path = folder / RECORD
-    if not path.exists():
+    if not path.exists() or not (folder / "config.json").exists():
         return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -89,11 +93,21 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_model(folder: Path) -> None:
-    """Refuse to write a model over another one."""
-    there = [path.name for path in sorted(folder.glob("*.safetensors"))] if folder.is_dir() else []
-    if (folder / "config.json").exists() or there:
-        name = "config.json" if (folder / "config.json").exists() else there[0]
-        raise OutputError(f"{folder} holds a model already ({name}) and is not overwritten; choose another place with -o.")
+    """Refuse to write a model where one is, or something that would have to give way."""
+    there = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    there += [folder / name for name in ("config.json", CARD, RECORD) if (folder / name).exists()]
+    if there:
+        raise _in_the_way(there[0])
+
+
+def _in_the_way(path: Path) -> OutputError:
+    return OutputError(f"{path} is there already and is not overwritten; choose another place with -o, or move it away.")
+
+
+def check_shard_size(size: str) -> None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", size)
+    if not found or not float(found[1]):
+        raise SettingError(f"The largest file of weights is {size!r}, but must be a size such as 500MB or 5GB.")
 
 
 def fingerprint(fields: Any) -> str:
@@ -108,26 +122,64 @@ def _beside(place: Path) -> Iterator[Path]:
     from safetensors import SafetensorError
 
     new = not place.exists()
-    beside: Path | None = None
+    moved: list[Path] = []
     try:
         place.mkdir(parents=True, exist_ok=True)
+        for left in place.glob(".writing-*"):
+            shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
         beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
-        yield beside
-        for weights in beside.glob("*.safetensors"):
-            shutil.copymode(beside / RECORD, weights)  # as any other file: safetensors lets nobody else read them
-        for path in sorted(beside.iterdir(), key=lambda path: path.name == "config.json"):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(path, place / path.name)
-    except (OSError, SafetensorError) as error:
-        cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
-        raise jsonio.cannot_write(place, cause) from error
-    finally:
-        if beside is not None:
+        try:
+            yield beside
+            for weights in beside.glob("*.safetensors"):
+                shutil.copymode(beside / RECORD, weights)  # as any other file: safetensors lets nobody else read them
+            order = {RECORD: 1, "config.json": 2}
+            files = sorted(beside.iterdir(), key=lambda path: order.get(path.name, 0))
+            for path in files:
+                if (place / path.name).exists():
+                    raise _in_the_way(place / path.name)
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            for path in files:
+                moved.append(place / path.name)
+                os.replace(path, place / path.name)
+        finally:
             shutil.rmtree(beside, ignore_errors=True)
+    except BaseException as error:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
+            raise jsonio.cannot_write(place, cause) from error
+        raise
+    finally:
         if new:
             with contextlib.suppress(OSError):
                 place.rmdir()  # if nothing came of it
+
+
+@contextlib.contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Whatever a library says of a model that it will not write, as one sentence of ours."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise OutputError(f"The model cannot be written to {place}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _sound_generation(small: Any) -> Iterator[None]:
+    """While a model is written, leave out how it would sample if it does not: transformers refuses to write that."""
+    own = getattr(small, "generation_config", None)
+    if own is not None and not own.do_sample:
+        small.generation_config = copy.deepcopy(own)
+        for name in ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            if hasattr(own, name):
+                setattr(small.generation_config, name, None)
+    try:
+        yield
+    finally:
+        if own is not None:
+            small.generation_config = own
 
 
 def _save_timm(small: Any, folder: Path, model_args: dict[str, Any]) -> None:
@@ -152,4 +204,5 @@ def _check_same(small: nn.Module, folder: Path) -> None:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.detach().cpu().nan_to_num(), b.nan_to_num())
+    a = a.detach().cpu()
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

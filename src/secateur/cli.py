@@ -22,12 +22,14 @@ from secateur import jsonio, selection as search
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
 from secateur.bench import DEFAULT_MODELS, compare_pulls, compare_selection, markdown, open_model as open_bench_model
 from secateur.card import FIGURES, goal_sentence, measured_where, measurement_table, unit_lines
-from secateur.cut import check_cut_place, check_repair, compare, cut
+from secateur.checkpoint import check_shard_size
+from secateur.cut import check_cut, check_cut_place, check_repair, compare, cut
 from secateur.data import BUILTIN
-from secateur.errors import OutputError, SecateurError, SettingError, not_one_of
+from secateur.errors import OutputError, SecateurError, SelectionError, SettingError, not_one_of
 from secateur.evaluate import evaluate as evaluate_model
 from secateur.families import anatomy, candidate_units, family_of, task_of
 from secateur.journal import Journal
+from secateur.measure import check_measure
 from secateur.models import DTYPES, load_model, load_shapes
 from secateur.prune import (
     AUTO,
@@ -357,7 +359,7 @@ def select(
     selection.save(out)
     if as_json:
         fields = selection.to_json()
-        shown = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "units", "steps")
+        shown = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "goal", "units", "steps")
         percent = {"zeroed_percent": zeroed_percent(network, selection.units)}
         print(jsonio.dumps({name: fields[name] for name in shown} | percent, indent=1))
         return
@@ -400,11 +402,13 @@ def shrink(
     form = _form(repair_form) if repair else ""
     check_place(out)
     check_cut_place(out, form)
+    check_shard_size(max_shard_size)
     if layout not in LAYOUTS:
         raise not_one_of("layout", layout, LAYOUTS)
-    theirs = {
-        name: value for name, value in chosen.settings.items() if name in ("calibration", "seq_len", "batch_size", "seed")
-    }
+    shared = ("calibration", "seq_len", "batch_size", "seed")
+    theirs = {name: value for name, value in chosen.settings.items() if name in shared}
+    if any(type(value) is not type(getattr(Settings, name)) for name, value in theirs.items()):
+        raise SelectionError(f"{selection} is a damaged selection: its settings are not those of a search.")
     ours = {"calibration": calibration} if calibration else {}
     settings = make_settings(model=model, device=device, dtype=dtype, calibration_size=calibration_size, **theirs | ours)
     settings.check()
@@ -414,6 +418,7 @@ def shrink(
         watcher.stage("reading data")
         size = settings.calibration_size
         batches = load_batches(network, processor, settings.calibration, settings, split="train", size=size)
+        check_cut(network, form, len(batches))
         record = cut(
             network,
             chosen,
@@ -458,6 +463,7 @@ def measure(
     as_json: AsJson = False,
 ) -> None:
     """Two models side by side: parameters, bytes, memory, FLOPs, and the time of prompts, tokens or images."""
+    check_measure(batch_size or (1, 8), tokens, new_tokens, repeats, threads or 1)
     with _Bars() as watcher:
         models = []
         for name in (dense, small):

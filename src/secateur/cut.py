@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from secateur import jsonio
 from secateur.accounting import total_parameters
 from secateur.card import model_card
-from secateur.checkpoint import CARD, RECORD, fingerprint, read_record, refuse_model, save_shrunk
+from secateur.checkpoint import CARD, RECORD, check_shard_size, fingerprint, read_record, refuse_model, save_shrunk
 from secateur.data import Batches
 from secateur.errors import OutputError, SelectionError, not_one_of
 from secateur.evaluate import evaluate
@@ -20,7 +21,7 @@ from secateur.families import family_of, task_of
 from secateur.losses import Batch, device_of
 from secateur.measure import disk_bytes, measure, peak_memory
 from secateur.models import digest, load_model, stored_dtype, timm_arguments, versions
-from secateur.recovery import FORMS, repair as repair_model
+from secateur.recovery import FORMS, check_repairable, repair as repair_model
 from secateur.selection import Selection
 from secateur.surgery import FREE, UNIFORM, layout_of, prove, shrink
 from secateur.watcher import Watcher
@@ -56,6 +57,7 @@ def cut(
     """
     watcher, folder = watcher or Watcher(), Path(out)
     check_repair(repair)
+    check_shard_size(max_shard_size)
     if not selection.units:
         raise SelectionError("The selection is empty: there is nothing to cut.")
     units = [unit.to_json() for unit in selection.units]
@@ -78,7 +80,7 @@ def cut(
         )
     elif record.get("key") != key:
         raise OutputError(f"{folder} holds the model of another cut and is not overwritten; choose another place with -o.")
-    before = dict(record)
+    before = jsonio.to_json(record)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     small: nn.Module | None = None
     if evaluation is not None and "shrunk" not in record:
@@ -104,6 +106,7 @@ def cut(
         if record.get("goal", {}).get("what") == "latency":
             first = next(timing for timing in record["measurement"]["timings"] if timing["batch_size"] > 1)
             record["goal"] = record["goal"] | {"measured": 1 / first["speedup"]["value"]}
+    record = dict(jsonio.to_json(record))
     if record != before:
         jsonio.write_text(folder / RECORD, jsonio.dumps(record, indent=1) + "\n")
         jsonio.write_text(folder / CARD, model_card(record))
@@ -154,11 +157,22 @@ def compare(
     return replace(found, dense_disk=disk[0], small_disk=disk[1], dense_memory=peaks[0], small_memory=peaks[1]).to_json()
 
 
-def check_cut_place(folder: Path, repair: str) -> None:
-    """Refuse, before any work, a repair that is none and a place that holds another model."""
+def check_cut_place(folder: Path, repair: str, followed_by: str = "") -> None:
+    """Refuse, before any work, a repair that is none and a place that holds another model.
+
+    A run that goes on has left the file `followed_by` beside its model.
+    """
     check_repair(repair)
     if read_record(folder) is None:
         refuse_model(folder)
+    elif followed_by and not (folder / followed_by).exists():
+        raise OutputError(f"{folder} holds the model of another cut and is not overwritten; choose another place with -o.")
+
+
+def check_cut(model: nn.Module, repair: str, n_batches: int) -> None:
+    """Refuse, before any search, a repair that this model or so few batches do not allow."""
+    if repair:
+        check_repairable(model, repair, n_batches)
 
 
 def check_repair(repair: str) -> None:
@@ -217,8 +231,14 @@ def _write(
         processor=processor,
         record=record,
         card=model_card(record),
-        dtype=stored_dtype(name, trust_remote_code=trust_remote_code),
+        dtype=_dtype_to_write(model, stored_dtype(name, trust_remote_code=trust_remote_code)),
         model_args=timm_arguments(name),
         max_shard_size=max_shard_size,
     )
     return {"format": 1, **record}
+
+
+def _dtype_to_write(model: nn.Module, stored: torch.dtype | None) -> torch.dtype:
+    """That of the dense checkpoint; that of the model if it was rounded when it was loaded."""
+    own = next(model.parameters()).dtype
+    return stored if stored is not None and stored.itemsize <= own.itemsize else own

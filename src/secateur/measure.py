@@ -35,7 +35,7 @@ from secateur import flops, jsonio
 from secateur.errors import ModelError, SecateurError, SettingError, first_line
 from secateur.families import task_of
 from secateur.losses import device_of, evaluating
-from secateur.models import load, load_shapes, resolve_device
+from secateur.models import load_model, load_shapes, resolve_device
 
 PREFILL, DECODE, FORWARD = "prefill", "decode", "forward"
 CONFIDENCE = 0.95
@@ -184,11 +184,7 @@ def measure(
     >>> measurement.timings[0].speedup.value, measurement.verdicts()
     """
     threads = torch.get_num_threads() if threads is None else threads
-    if not batch_sizes:
-        raise SettingError("There is no batch size: give at least one.")
-    _check_sizes(batch_sizes, tokens, new_tokens)
-    _at_least(3, "number of repeats", repeats)
-    _at_least(1, "number of threads", threads)
+    check_measure(batch_sizes, tokens, new_tokens, repeats, threads)
     models = (dense, small)
     text = _same("task", [task_of(model) for model in models]) == "text"
     device = _same("device", [device_of(model) for model in models])
@@ -217,6 +213,15 @@ def measure(
         dtype=str(dtype).removeprefix("torch."),
         torch_version=torch.__version__,
     )
+
+
+def check_measure(batch_sizes: Sequence[int], tokens: int, new_tokens: int, repeats: int, threads: int) -> None:
+    """Refuse what cannot be measured, before anything is loaded."""
+    if not batch_sizes:
+        raise SettingError("There is no batch size: give at least one.")
+    _check_sizes(batch_sizes, tokens, new_tokens)
+    _at_least(3, "number of repeats", repeats)
+    _at_least(1, "number of threads", threads)
 
 
 def run_of(model: nn.Module, batch_size: int, tokens: int) -> Run:
@@ -359,7 +364,7 @@ def peak_memory(
 ) -> int | None:
     """The most bytes that a model takes while a process of its own loads it and runs its workloads once.
 
-    On a CPU what the process had before, which is Python and its libraries, does not count; its tokenizer does. On CUDA it is
+    On a CPU what the process had before, which is Python and its libraries, does not count. On CUDA it is
     the device's memory. None where the system keeps no peak.
 
     >>> peak_memory("out/small", device="cpu")
@@ -403,10 +408,10 @@ def _own_peak(
     name: str, device: str, dtype: str, batch_size: int, tokens: int, new_tokens: int, trust_remote_code: bool
 ) -> int | None:
     where = resolve_device(device)
-    with contextlib.suppress(SecateurError):  # if something is wrong with the model, `load` will say so
+    with contextlib.suppress(SecateurError):  # if something is wrong with the model, `load_model` will say so
         load_shapes(name, trust_remote_code=trust_remote_code)  # imports the model's code without its weights
     before = _resident()
-    model, _ = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     if task_of(model) == "text":
         tokens = _room_for_prompt([model], tokens, new_tokens)
     with torch.inference_mode():

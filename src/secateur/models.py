@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
-from secateur.families import FAMILIES, family_of, task_of, unsupported
+from secateur.families import FAMILIES, anatomy, family_of, task_of, unsupported
 from secateur.shrunk import CODE, fit, shrunk_class
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,8 +80,9 @@ def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     auto = _auto_class(config.model_type)
     with torch.device("meta"), _model_errors(name):
         if hasattr(config, "secateur"):
-            _check_layout(name, config)
-            model: nn.Module = shrunk_class(auto._model_mapping[type(config)])(config)
+            _check_layout(name, config.secateur, getattr(config, "auto_map", None))
+            model: nn.Module = _shrunk_kind(auto, config)(config)
+            _check_blocks(name, model, config.secateur)
         else:
             model = auto.from_config(config, trust_remote_code=trust_remote_code)
     return model
@@ -97,7 +98,7 @@ def stored_dtype(name: str, *, trust_remote_code: bool = False) -> torch.dtype |
 
 def timm_arguments(name: str) -> dict[str, Any]:
     """What a timm folder says its model is made with, beside the architecture."""
-    found = _timm_fields(Path(name)).get("model_args")
+    found = _timm_fields(Path(_timm_parts(name)[0])).get("model_args")
     return found if isinstance(found, dict) else {}
 
 
@@ -184,8 +185,8 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
         raise ModelError(f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read.")
     kind = auto
     if hasattr(config, "secateur"):  # its layers differ; the code that came with it is not run, ours is the same
-        _check_layout(name, config)
-        kind = shrunk_class(auto._model_mapping[type(config)])
+        _check_layout(name, config.secateur, getattr(config, "auto_map", None))
+        kind = _shrunk_kind(auto, config)
     with _model_errors(name):
         found, info = kind.from_pretrained(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -194,6 +195,8 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
         missing = sorted(info["missing_keys"])
         raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} among them.")
     model: nn.Module = found
+    if kind is not auto:
+        _check_blocks(name, model, config.secateur)
     return model
 
 
@@ -225,21 +228,47 @@ def _processor(name: str, task: str, trust_remote_code: bool) -> Any:
         return ImageProcessor(images)
 
 
-def _check_layout(name: str, config: Any) -> None:
+def _shrunk_kind(auto: Any, config: Any) -> Any:
+    """The shrunk form of the class that a config names, or of the one that its type usually has."""
+    found = auto._model_mapping[type(config)]
+    kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple | list) else (found,))}
+    named = [str(name).removeprefix("Shrunk") for name in config.architectures or []]
+    return shrunk_class(next((kinds[name] for name in named if name in kinds), next(iter(kinds.values()))))
+
+
+def _check_layout(name: str, layout: Any, auto_map: Any) -> None:
     """Refuse a checkpoint that says its layers differ, but not as Secateur says so."""
-    named = [str(path) for path in (getattr(config, "auto_map", None) or {}).values()]
+    named = [str(path) for path in auto_map.values()] if isinstance(auto_map, dict) else [str(auto_map)] if auto_map else []
     foreign = [path for path in named if not path.startswith(f"{CODE}.Shrunk")]
     if foreign:
         raise ModelError(
             f"The config.json in {name} names code to run that is not Secateur's ({foreign[0]}); it is not loaded."
         )
     try:
-        counts = [n for layer in config.secateur["layers"] for n in (layer["heads"], layer["kv_heads"], layer["mlp_width"])]
-        sound = all(isinstance(n, int) and 0 <= n < 2**31 for n in counts)
+        sound = all(_is_layer(counts) for counts in layout["layers"])
+        names = layout["family"]
+        sound &= all(isinstance(names[part], str) for part in ("attention", "out", "mlp_out"))
+        sound &= all(isinstance(path, str) for part in ("qkv", "mlp_in") for path in names[part])
     except (KeyError, TypeError):
         sound = False
     if not sound:
         raise ModelError(f"The config.json in {name} does not say what is left of each layer as Secateur writes it.")
+
+
+def _is_layer(counts: Any) -> bool:
+    numbers = [counts[part] for part in ("heads", "kv_heads", "head_dim", "mlp_width")]
+    if not isinstance(counts["block"], str) or not all(type(n) is int and 0 <= n < 2**24 for n in numbers):
+        return False
+    heads, kv_heads, index = counts["heads"], counts["kv_heads"], counts.get("kv_index")
+    if index is None:
+        return bool(heads % kv_heads == 0) if kv_heads else heads == 0
+    ints = isinstance(index, list) and all(type(i) is int for i in index)
+    return ints and len(index) == heads and index == sorted(index) and set(index) == set(range(kv_heads))
+
+
+def _check_blocks(name: str, model: nn.Module, layout: Any) -> None:
+    if [layer.name for layer in anatomy(model)] != [counts["block"] for counts in layout["layers"]]:
+        raise ModelError(f"The config.json in {name} does not list the blocks that its model has.")
 
 
 def _config(name: str, trust_remote_code: bool) -> Any:
@@ -313,7 +342,7 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
         import timm
     except ImportError as error:
         raise MissingExtra("timm", "timm", f"The model {name}") from error
-    name, _, weights = name.removeprefix(TIMM).partition("@")
+    name, weights = _timm_parts(name)
     source = name
     if Path(name).is_dir():
         source, weights = f"local-dir:{name}", weights or name  # we read the weights: timm would also take a pickle
@@ -324,13 +353,22 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
         raise ModelError(f"timm cannot make the model {name!r}: {first_line(error)}") from error
     layout = _timm_fields(Path(name)).get("secateur")
     if layout is not None:
+        _check_layout(name, layout, None)
         with _model_errors(name):
             fit(model, layout)
+        _check_blocks(name, model, layout)
         network: Any = model
         network.secateur = layout
     if pretrained and weights:
         _load_weights(model, Path(weights))
     return model
+
+
+def _timm_parts(name: str) -> tuple[str, str]:
+    """The architecture or folder, and where the weights are if that was said."""
+    name = name.removeprefix(TIMM)
+    architecture, _, weights = (name, "", "") if Path(name).is_dir() else name.partition("@")
+    return architecture, weights
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 
 from secateur import jsonio
 from secateur.accounting import total_parameters, zeroed_percent
-from secateur.cut import check_cut_place, cut
+from secateur.checkpoint import fingerprint
+from secateur.cut import check_cut, check_cut_place, cut
 from secateur.damage import DamageMeter
 from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
 from secateur.errors import DataError, ModelError, OutputError, SelectionError, SettingError, not_one_of
@@ -34,10 +35,11 @@ from secateur.targets import (
     LATENCY,
     PARAMS,
     flop_goal,
+    keep_table,
     latency_goal,
     latency_table,
     parameter_goal,
-    saved_table,
+    read_table,
     uniform_quota,
 )
 from secateur.units import GROUP_WIDTH, HEAD, TARGETS, Unit, check_ratio
@@ -118,9 +120,16 @@ class Settings:
             return flop_goal(model, units, self.target_flops, self.seq_len)
         if not self.target_latency:
             return None
-        watcher.stage("measuring what units cost on this machine")
-        table = saved_table(kept_table, lambda: latency_table(model, units, self.seq_len, watcher.evaluated))
-        return latency_goal(model, units, self.target_latency, self.seq_len, table)
+        where = next(model.parameters())
+        key = fingerprint([digest(model), self.target, self.group_width, self.seq_len, str(where.device), str(where.dtype)])
+        table = read_table(kept_table, key, units) if kept_table else None
+        if table is None:
+            watcher.stage("measuring what units cost on this machine")
+            table = latency_table(model, units, self.seq_len, watcher.evaluated)
+        goal = latency_goal(model, units, self.target_latency, self.seq_len, table)
+        if kept_table:
+            keep_table(kept_table, key, table)
+        return goal
 
     def for_task(self, task: str) -> Settings:
         """The same settings with every AUTO replaced."""
@@ -203,7 +212,11 @@ def prune(
     if folder:
         check_place(folder)
         if asked.layout != NONE:
-            check_cut_place(folder, repair)
+            check_cut_place(folder, repair, followed_by="selection.json")
+    if repair and (folder is None or asked.layout == NONE):
+        raise SettingError(
+            "There is nothing to repair: no smaller model is written without a place for it, or with --layout none."
+        )
     network, processor, wanted = open_model(asked, trust_remote_code=trust_remote_code, watcher=watcher)
     judging = judging.for_task(task_of(network), wanted.calibration)
     watcher.stage("reading data")
@@ -211,6 +224,7 @@ def prune(
     evaluation = load_batches(
         network, processor, judging.data, wanted, split="test", size=judging.size, most=judging.max_batches
     )
+    check_cut(network, repair, len(calibration))
     result = prune_loaded(
         network,
         calibration,

@@ -10,10 +10,10 @@ say nothing, nothing changes. Where the projection has a bias, M are covariances
 none (Llama), M are second moments and none is added: the checkpoint stays what its family's class builds. The bias alone,
 W' = W_K and b' = b + W_R mu_R, is the cheap form.
 
-x is what enters the projection in the dense model, and E weighs every position by 1 / |x|^2. Language models have a few
-positions whose activations are a thousand times as large as others' (the first of a text, some delimiters). With equal weights
-these decide everything: where SmolLM2-135M's block 28 lost the channel behind them, its repair cost 2.4 nats, and the cut itself
-0.05. The norm that comes next lets them count for no more than others.
+x is what enters the projection in the dense model, and E weighs a position by 1 / (|x|^2 + c), with c its usual |x|^2. Language
+models have a few positions whose activations are a thousand times as large as others' (the first of a text, some delimiters).
+With equal weights these decide everything: where SmolLM2-135M's block 28 lost the channel behind them, its repair cost 2.4 nats
+and the cut itself 0.05. The norm that comes next lets them count for no more than others, and so does the weight.
 
 None of this sees the loss, so that a repair can be worse than none. Batches are held out, and what does not lower their loss is
 undone.
@@ -93,7 +93,7 @@ def repair(
     if not projections:
         return Repair(NONE, {}, {LEAST_SQUARES if form == AUTO else form: "no output projection lost a channel"})
     if form == BIAS and not biased:
-        raise SettingError(f"The form of repair is {form!r}, but the output projections have no bias: use {LEAST_SQUARES!r}.")
+        raise _no_bias()
     forms = [form] if form != AUTO else [LEAST_SQUARES, BIAS] if biased else [LEAST_SQUARES]
     products = LEAST_SQUARES in forms
     n_held = min(max(1, int(held_out * len(batches))), len(batches) - 1)
@@ -169,20 +169,29 @@ class Solution(NamedTuple):
 
 
 class Moments:
-    """Weighted sums over the positions seen so far: of each channel, and of the kept channels' products with every one."""
+    """Weighted sums over the positions seen so far: of each channel, and of the kept channels' products with every one.
+
+    They are kept in float32, which any device has: weighted, no position is large, and what is solved from them (in float64)
+    differs by 4e-6 from what float64 throughout gives (SmolLM2-135M, 16 batches).
+    """
 
     def __init__(self, projection: Projection, *, products: bool) -> None:
         n = len(projection.kept) + len(projection.gone)
         device = weight_of(projection.dense).device
         self.kept = projection.kept.to(device)
+        self.usual: Tensor | None = None  # |x|^2: the median of the first batch
         self.weights = torch.zeros((), device=device)
         self.sums = torch.zeros(n, device=device)
         self.products = torch.zeros(len(self.kept) if products else 0, n, device=device)
 
     def add(self, x: Tensor) -> None:
+        if not len(x):
+            return
         x = x.float()  # (positions, channels)
-        weights = x.square().sum(1).reciprocal()
-        weights = weights.masked_fill(weights.isposinf(), 0)  # a position where all channels are 0
+        squares = x.square().sum(1)
+        if self.usual is None:
+            self.usual = squares.median().clamp(min=torch.finfo(x.dtype).tiny)
+        weights = (squares + self.usual).reciprocal()
         weighted = weights[:, None] * x
         self.weights += weights.sum()
         self.sums += weighted.sum(0)
@@ -327,6 +336,18 @@ def _teller(progress: Callable[[int, int], None] | None, total: int) -> Callable
             progress(done, total)
 
     return tell
+
+
+def check_repairable(model: nn.Module, form: str, n_batches: int) -> None:
+    """Refuse, before any work, a form that this model does not allow, or too few batches."""
+    _check(form, DAMPING, 0.25, MEMORY, n_batches)
+    outs = [module for layer in anatomy(model) for module in (layer.out, layer.mlp_out)]
+    if form == BIAS and not any(isinstance(module.bias, Tensor) for module in outs):
+        raise _no_bias()
+
+
+def _no_bias() -> SettingError:
+    return SettingError(f"The form of repair is {BIAS!r}, but the output projections have no bias: use {LEAST_SQUARES!r}.")
 
 
 def _check(form: str, damping: float, held_out: float, memory: int, n_batches: int) -> None:

@@ -88,6 +88,9 @@ def bias_tables(attention: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _tell(attention: Any, counts: dict[str, Any], out: str) -> None:
     """Set what an attention module knows of its heads."""
+    known = getattr(attention, "head_dim", getattr(attention, "head_size", counts["head_dim"]))
+    if known != counts["head_dim"]:
+        raise ValueError(f"a head is to be {counts['head_dim']} wide, and the dense model's are {known}")
     heads, kv_heads = counts["heads"], counts["kv_heads"]
     inner = heads * counts["head_dim"]
     told = {"num_heads": heads, "num_attention_heads": heads, "split_size": inner, "attn_dim": inner}
@@ -176,6 +179,8 @@ def _resize(module: Any, *, inputs: int | None = None, outputs: int | None = Non
     transposed = hasattr(module, "nf")  # transformers' Conv1D keeps its weight as (inputs, outputs)
     now = module.weight.shape if transposed else module.weight.shape[::-1]
     inputs, outputs = now[0] if inputs is None else inputs, now[1] if outputs is None else outputs
+    if inputs > now[0] or outputs > now[1]:
+        raise ValueError(f"a layer is to have {inputs} to {outputs} channels, and the dense one has {now[0]} to {now[1]}")
     module.weight = _resized(module.weight, (inputs, outputs) if transposed else (outputs, inputs))
     if module.bias is not None:
         module.bias = _resized(module.bias, (outputs,))

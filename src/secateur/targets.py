@@ -20,7 +20,7 @@ from secateur.losses import evaluating
 from secateur.measure import measure, run_of
 from secateur.selection import Goal, Quota
 from secateur.surgery import kept_of, parameters_left, shrink
-from secateur.units import HEAD, KV_GROUP, MLP, Unit, n_selected
+from secateur.units import HEAD, KV_GROUP, MLP, Unit
 
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 BATCH_SIZE = 8  # texts or images in the run whose FLOPs and time a target is about
@@ -32,13 +32,13 @@ Table = dict[str, list[list[float]]]
 def parameter_goal(model: nn.Module, units: Sequence[Unit], share: float) -> Goal:
     """To leave this share of the parameters."""
     total = total_parameters(model)
-    return _goal(PARAMS, share, lambda some: parameters_left(model, some) / total, units)
+    return _goal(model, PARAMS, share, lambda some: parameters_left(model, some) / total, units)
 
 
 def flop_goal(model: nn.Module, units: Sequence[Unit], share: float, tokens: int) -> Goal:
     """To leave this share of the FLOPs of a prompt, or of a batch of images."""
     table = FlopShares(model, tokens)
-    return _goal(FLOPS, share, lambda some: 1 - table.saved(some), units)
+    return _goal(model, FLOPS, share, lambda some: 1 - table.saved(some), units)
 
 
 def latency_goal(model: nn.Module, units: Sequence[Unit], share: float, tokens: int, table: Table) -> Goal:
@@ -51,15 +51,17 @@ def latency_goal(model: nn.Module, units: Sequence[Unit], share: float, tokens: 
             by_side[unit.side].append(unit)
         return 1 - sum(_read(table[side], shares.saved(few)) for side, few in by_side.items())
 
-    return _goal(LATENCY, share, left, units)
+    return _goal(model, LATENCY, share, left, units)
 
 
-def _goal(what: str, share: float, left: Callable[[Sequence[Unit]], float], units: Sequence[Unit]) -> Goal:
-    alike: dict[tuple[str, int, bool], float] = {}  # units of a kind cost the same within a layer, but for a smaller last group
+def _goal(model: nn.Module, what: str, share: float, left: Callable[[Sequence[Unit]], float], units: Sequence[Unit]) -> Goal:
+    layers = anatomy(model)
+    alike: dict[Any, float] = {}  # what is asked once of all units that are of one size
     costs = {}
-    last = {(unit.kind, unit.layer): unit.index for unit in units}
     for unit in units:
-        key = (unit.kind, unit.layer, unit.index == last[unit.kind, unit.layer])
+        layer = layers[unit.layer]
+        sharing = layer.kv_of.count(layer.kv_of[unit.index]) if unit.kind == HEAD else 0  # a lone head takes its K/V head along
+        key = (unit.kind, unit.layer, len(layer.channels(unit)), sharing)
         if key not in alike:
             alike[key] = 1 - left([unit])
         costs[unit] = alike[key]
@@ -119,9 +121,11 @@ def latency_table(
     sides = list(dict.fromkeys(unit.side for unit in units))
     for n, side in enumerate(sides):
         points = [[0.0, 0.0]]
+        before: list[Unit] = []
         for m, share in enumerate(SHARES):
             cut = _evenly([unit for unit in units if unit.side == side], share)
-            if cut:
+            if cut != before:  # where there are few units, a half and three quarters may be the same ones
+                before = cut
                 timing = measure(model, shrink(model, cut), batch_sizes=(BATCH_SIZE,), tokens=tokens, new_tokens=1).timings[0]
                 points.append([1 - 1 / timing.flop_ratio, 1 - 1 / timing.speedup.value])
             if progress:
@@ -131,19 +135,24 @@ def latency_table(
     return table
 
 
-def saved_table(path: Path | None, make: Callable[[], Table]) -> Table:
-    """The latency table of a run: measured once and kept, so that a run that goes on decides by the same figures."""
-    if path and path.exists():
-        try:
-            return {side: [[float(x), float(y)] for x, y in points] for side, points in json.loads(path.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise OutputError(
-                f"{path} is not a latency table of Secateur's, or is damaged; delete it to measure anew."
-            ) from error
-    table = make()
-    if path:
-        jsonio.write_text(path, jsonio.dumps(table, indent=1) + "\n")
-    return table
+def read_table(path: Path, key: str, units: Sequence[Unit]) -> Table | None:
+    """The latency table that a run has kept, so that it goes on with the figures it began with; None if it is another's."""
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        table = {str(side): [[float(x), float(y)] for x, y in points] for side, points in fields["table"].items()}
+        if fields["key"] != key:
+            return None
+        if set(table) != {unit.side for unit in units} or not all(x and np.isfinite(x).all() for x in table.values()):
+            raise ValueError("a point is missing")
+        return table
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OutputError(f"{path} is not a latency table of Secateur's, or is damaged; delete it to measure anew.") from error
+
+
+def keep_table(path: Path, key: str, table: Table) -> None:
+    jsonio.write_text(path, jsonio.dumps({"key": key, "table": table}, indent=1) + "\n")
 
 
 def _evenly(units: Sequence[Unit], share: float) -> list[Unit]:
@@ -175,8 +184,8 @@ def uniform_quota(model: nn.Module, units: Sequence[Unit], ratio: float, goal: G
         if len(kinds) > 1:
             raise SettingError("A uniform layout with a target takes units of one kind: choose --target head, mlp or kv_group.")
         whole = _KindOfUnit(layers, units)
-        for n in range(1, whole.smallest // whole.step):
-            quota = whole.quota(n * whole.step)
+        for n in range(1, whole.smallest):
+            quota = whole.quota(n)
             if quota and goal.left(quota.some()) <= goal.share:
                 return quota
         raise SettingError(
@@ -186,12 +195,15 @@ def uniform_quota(model: nn.Module, units: Sequence[Unit], ratio: float, goal: G
     room: dict[Any, int] = {}
     for kind in kinds:
         of_kind = _KindOfUnit(layers, [unit for unit in units if unit.kind == kind])
-        wanted = round(n_selected(ratio, of_kind.smallest) / of_kind.step) * of_kind.step
-        quota = of_kind.quota(wanted) if wanted else None
-        if quota is None or wanted >= of_kind.smallest:
+        wanted = max(1, round(ratio * of_kind.smallest))
+        quota = of_kind.quota(wanted) if wanted < of_kind.smallest else None
+        if quota is None:
+            can = [n / of_kind.smallest for n in range(1, of_kind.smallest) if of_kind.quota(n)]
+            nearest = ", ".join(f"{share:.3f}" for share in sorted(sorted(can, key=lambda share: abs(share - ratio))[:3]))
             raise SettingError(
-                f"A ratio of {ratio} cannot be taken evenly, since {of_kind.step} of a layer's {of_kind.smallest} units go "
-                f"together: choose a multiple of {of_kind.step / of_kind.smallest:.3f}, another --target, or --layout free."
+                f"A ratio of {ratio} cannot be taken evenly from every layer"
+                + (f"; these can: {nearest}. Choose one of them" if can else ", and no other can. Choose")
+                + ", another --target, or --layout free."
             )
         cells |= quota.cells
         room |= quota.room
@@ -208,7 +220,6 @@ class _KindOfUnit:
         kind = units[0].kind
         self._grouped = kind == HEAD and any(layer.grouped_query for layer in layers)
         self.smallest = min((self._counts[i] for i in range(len(layers))), default=0)
-        self.step = max(layer.kv_heads for layer in layers) if self._grouped else 1
         if not self.smallest:
             names = {HEAD: "head", KV_GROUP: "K/V group", MLP: "whole group of MLP channels"}
             raise SettingError(f"The layout cannot be uniform: there is a layer without a {names[kind]}. Use --layout free.")
