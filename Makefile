@@ -13,7 +13,7 @@ demo: $(MODEL)/config.json
 		--batch-size 2 --calibration builtin --calibration-size 128 --evaluation-batches 16 --repair -o demo-out
 
 test: .venv/.installed-dev $(MODEL)/config.json
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -40,7 +40,7 @@ UNIFORM = {"layout": "uniform"}
 CUTS: dict[str, dict[str, Any]] = {
     "smollm2-mlp20-uniform": SMOLLM2 | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
     "smollm2-kv1-uniform": SMOLLM2 | UNIFORM | {"target": "kv_group", "ratio": 1 / 3, "method": "ucb", "pulls_per_step": 8},
-    "smollm2-heads10-free": SMOLLM2 | {"target": "head", "ratio": 0.1, "method": "ucb", "pulls_per_step": 16},
+    "smollm2-heads10-free": SMOLLM2 | {"target": "head", "ratio": 0.1, "method": "fisher"},
     "deit-mlp20-uniform": DEIT | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
     "deit-heads10-free": DEIT | {"target": "head", "ratio": 0.1, "method": "ucb", "pulls_per_step": 64},
     "deit-params90": DEIT | {"target": "both", "target_params": 0.9, "method": "taylor"},

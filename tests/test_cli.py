@@ -883,7 +883,8 @@ SLOW = ["--pulls-per-step", 4000, "--batches-per-pull", 1]  # 12000 pulls
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "secateur.cli", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heed = None if sys.platform == "win32" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def stop_at(journal: Path, lines: int, process: subprocess.Popen[str], stop: signal.Signals) -> Ran:
