@@ -199,7 +199,7 @@ def test_a_place_is_looked_at_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(sc.SettingError, match=r"'least square'.*Did you mean"):
         check_cut_place(tmp_path, "least square")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(sc.OutputError, match="config.json is there already"):
+    with pytest.raises(sc.OutputError, match=r"config\.json is there already"):
         check_cut_place(tmp_path, "bias")
     (tmp_path / RECORD).write_text("mine")
     with pytest.raises(sc.OutputError, match=RECORD):
