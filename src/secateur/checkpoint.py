@@ -162,7 +162,7 @@ def _writing(place: Path) -> Iterator[None]:
     """Whatever a library says of a model that it will not write, as one sentence of ours."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise OutputError(f"The model cannot be written to {place}: {first_line(error)}") from error
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from secateur import jsonio
 from secateur.accounting import total_parameters
 from secateur.card import model_card
-from secateur.checkpoint import CARD, RECORD, check_shard_size, fingerprint, read_record, refuse_model, save_shrunk
+from secateur.checkpoint import CARD, FORMAT, RECORD, check_shard_size, fingerprint, read_record, refuse_model, save_shrunk
 from secateur.data import Batches
 from secateur.errors import OutputError, SelectionError, not_one_of
 from secateur.evaluate import evaluate
@@ -235,7 +235,7 @@ def _write(
         model_args=timm_arguments(name),
         max_shard_size=max_shard_size,
     )
-    return {"format": 1, **record}
+    return {"format": FORMAT, **record}
 
 
 def _dtype_to_write(model: nn.Module, stored: torch.dtype | None) -> torch.dtype:

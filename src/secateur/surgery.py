@@ -66,8 +66,8 @@ def shrink(model: nn.Module, units: Iterable[Unit], layout: str = FREE) -> nn.Mo
     layers, family = anatomy(model), FAMILIES[family_of(model)]
     kept = kept_of(layers, units)
     settings = _uniform_settings(model, family, layers, kept)
-    if isinstance(settings, str) and layout == UNIFORM:
-        raise SelectionError(f"The layout cannot be uniform: {settings}. Use --layout free.")
+    if layout == UNIFORM:
+        _insist(settings)
     sliced = {}
     for parameter, dim, indices in _cuts(layers, kept):
         with torch.no_grad():
@@ -86,9 +86,12 @@ def shrink(model: nn.Module, units: Iterable[Unit], layout: str = FREE) -> nn.Mo
 def check_uniform(model: nn.Module, units: Iterable[Unit]) -> None:
     """Refuse, before any work, units whose removal no stock config could describe."""
     layers, family = anatomy(model), FAMILIES[family_of(model)]
-    reason = _uniform_settings(model, family, layers, kept_of(layers, units))
-    if isinstance(reason, str):
-        raise SelectionError(f"The layout cannot be uniform: {reason}. Use --layout free.")
+    _insist(_uniform_settings(model, family, layers, kept_of(layers, units)))
+
+
+def _insist(settings: dict[str, Any] | str) -> None:
+    if isinstance(settings, str):
+        raise SelectionError(f"The layout cannot be uniform: {settings}. Use --layout free.")
 
 
 def kept_of(layers: Sequence[Layer], units: Iterable[Unit]) -> list[Kept]:
