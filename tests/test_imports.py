@@ -59,7 +59,24 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"errors", "jsonio", "models", "surgery"},
     "cut": CORE | MODEL | {"card", "checkpoint", "data", "evaluate", "measure", "watcher"},
     "prune": CORE | MODEL | {"checkpoint", "cut", "data", "evaluate", "targets", "watcher"},
-    "cli": CORE | MODEL | {"bench", "card", "checkpoint", "cut", "measure", "data", "evaluate", "prune", "watcher", "__init__"},
+    "screen": {"card", "selection", "watcher"},
+    "options": {"models", "prune", "units"},
+    "cli": CORE
+    | MODEL
+    | {
+        "bench",
+        "card",
+        "checkpoint",
+        "cut",
+        "measure",
+        "data",
+        "evaluate",
+        "prune",
+        "watcher",
+        "options",
+        "screen",
+        "__init__",
+    },
     "__init__": CORE | MODEL | {"checkpoint", "cut", "data", "evaluate", "measure", "prune"},
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}

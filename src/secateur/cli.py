@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from secateur import jsonio, selection as search
+from secateur import jsonio
 from secateur.accounting import effective_parameters, total_parameters, zeroed_percent, zeroed_percent_range
 from secateur.bench import DEFAULT_MODELS, compare_pulls, compare_selection, markdown, open_model as open_bench_model
-from secateur.card import FIGURES, goal_sentence, measured_where, measurement_table, unit_lines
+from secateur.card import goal_sentence
 from secateur.checkpoint import check_shard_size
 from secateur.cut import check_cut, check_cut_place, check_repair, compare, cut
 from secateur.data import BUILTIN
@@ -30,10 +28,51 @@ from secateur.evaluate import evaluate as evaluate_model
 from secateur.families import anatomy, candidate_units, family_of, task_of
 from secateur.journal import Journal
 from secateur.measure import check_measure
-from secateur.models import DTYPES, load_model, load_shapes
+from secateur.models import load_model, load_shapes
+from secateur.options import (
+    CUTTING,
+    DATA,
+    MACHINE,
+    SEARCH,
+    AsJson,
+    BatchSize,
+    CacheMemory,
+    Calibration,
+    CalibrationSize,
+    Data,
+    Device,
+    Dtype,
+    EvaluationBatches,
+    EvaluationSize,
+    GroupWidth,
+    Lanes,
+    Layout,
+    Measuring,
+    Method,
+    Model,
+    PoolSize,
+    PullBatches,
+    Pulls,
+    Ratio,
+    Repair,
+    RepairForm,
+    ScoreBatches,
+    Screen,
+    Seed,
+    SeqLen,
+    ShardSize,
+    Stack,
+    StepBatches,
+    Target,
+    TargetFlops,
+    TargetLatency,
+    TargetParams,
+    Temperature,
+    Trust,
+    UcbC,
+)
 from secateur.prune import (
     AUTO,
-    METHODS,
     Judging,
     Settings,
     check_place,
@@ -48,10 +87,10 @@ from secateur.prune import (
     refuse_other_selection,
     run_settings,
 )
+from secateur.screen import Bars, show_cut, show_evaluation, show_measurement, show_units, stderr, stdout
 from secateur.selection import Selection
 from secateur.surgery import FREE, LAYOUTS
 from secateur.units import TARGETS, n_selected
-from secateur.watcher import Watcher
 
 app = typer.Typer(
     name="secateur",
@@ -61,7 +100,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-stdout, stderr = (Console(stderr=err, highlight=False, markup=False, soft_wrap=True) for err in (False, True))
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,156 +110,6 @@ def _print_version(wanted: bool) -> None:
 
 SETTINGS = {field.name for field in dataclasses.fields(Settings)}
 FILES = ("selection.json", "evaluation.json", "journal.jsonl", "secateur.json", "README.md")
-SHOWN = 24  # layers with units, on the screen
-CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
-
-Model = Annotated[
-    str,
-    typer.Argument(help="A model folder, a hub name, or timm:NAME (timm:NAME@FOLDER for local weights).", show_default=False),
-]
-Target = Annotated[str, typer.Option(help=f"Which units may go: {', '.join(TARGETS)}.", rich_help_panel=CHOOSING)]
-Ratio = Annotated[float, typer.Option(help="How much of the units to remove: 0.10 is a tenth.", rich_help_panel=CHOOSING)]
-Method = Annotated[str, typer.Option(help=f"Who chooses: {', '.join(METHODS)}.", rich_help_panel=CHOOSING)]
-GroupWidth = Annotated[int, typer.Option(help="MLP channels in a group.", rich_help_panel=CHOOSING)]
-Seed = Annotated[int, typer.Option(help="Same seed and settings, same selection.", rich_help_panel=SEARCH)]
-Pulls = Annotated[int, typer.Option(help="Paired measurements for each unit removed.", rich_help_panel=SEARCH)]
-PullBatches = Annotated[int, typer.Option(help="Calibration batches in a measurement.", rich_help_panel=SEARCH)]
-StepBatches = Annotated[
-    int,
-    typer.Option(
-        help="Let the measurements for a unit share this many batches: fewer model passes; 0 draws from all.",
-        rich_help_panel=SEARCH,
-    ),
-]
-Temperature = Annotated[
-    float, typer.Option(help="Scale of the damage: one of this size earns reward 0.27, none earns 0.5.", rich_help_panel=SEARCH)
-]
-UcbC = Annotated[float, typer.Option(help="How much UCB explores.", rich_help_panel=SEARCH)]
-PoolSize = Annotated[
-    int,
-    typer.Option(help="Candidates tried for each unit removed; 0 takes twice the root of those left.", rich_help_panel=SEARCH),
-]
-Screen = Annotated[
-    int,
-    typer.Option(
-        help="Consider only this many of lowest magnitude; 0 considers all. [default: 48 for text, 0 for images]",
-        show_default=False,
-        rich_help_panel=SEARCH,
-    ),
-]
-ScoreBatches = Annotated[
-    int, typer.Option(help="Calibration batches that wanda, taylor and fisher look at.", rich_help_panel=SEARCH)
-]
-Calibration = Annotated[
-    str,
-    typer.Option(
-        help="What chooses: builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set.",
-        rich_help_panel=DATA,
-    ),
-]
-Data = Annotated[
-    str,
-    typer.Option(
-        help="What judges, named in the same ways; never what chose. [default: the held-out split of --calibration]",
-        show_default=False,
-        rich_help_panel=DATA,
-    ),
-]
-SeqLen = Annotated[int, typer.Option(help="Tokens in a text.", rich_help_panel=DATA)]
-BatchSize = Annotated[
-    int, typer.Option(help="Texts or images in a batch. [default: 4 texts, 8 images]", show_default=False, rich_help_panel=DATA)
-]
-CalibrationSize = Annotated[
-    int,
-    typer.Option(
-        help="Texts or images to calibrate on, at most. [default: 512 texts, 1024 images]",
-        show_default=False,
-        rich_help_panel=DATA,
-    ),
-]
-EvaluationSize = Annotated[
-    int,
-    typer.Option(
-        help="Texts or images to evaluate on, at most. [default: 1024 texts, 2000 images]",
-        show_default=False,
-        rich_help_panel=DATA,
-    ),
-]
-EvaluationBatches = Annotated[
-    int,
-    typer.Option(
-        help="Batches to evaluate on, at most; 0 is all. [default: 80 of texts, all of images]",
-        show_default=False,
-        rich_help_panel=DATA,
-    ),
-]
-Layout = Annotated[
-    str,
-    typer.Option(
-        help="free: each layer loses what it can do without; uniform: each loses as much, and any loader reads the result; "
-        "none: nothing is cut.",
-        rich_help_panel=CHOOSING,
-    ),
-]
-TargetParams = Annotated[
-    float,
-    typer.Option(
-        help="Instead of a ratio: the share of the parameters to be left.", show_default=False, rich_help_panel=CHOOSING
-    ),
-]
-TargetFlops = Annotated[
-    float,
-    typer.Option(help="Instead of a ratio: the share of the FLOPs to be left.", show_default=False, rich_help_panel=CHOOSING),
-]
-TargetLatency = Annotated[
-    float,
-    typer.Option(
-        help="Instead of a ratio: the share of the time to be left, by a table measured on this machine.",
-        show_default=False,
-        rich_help_panel=CHOOSING,
-    ),
-]
-Repair = Annotated[
-    bool,
-    typer.Option(
-        "--repair", help="Fit what is left to make up for what is gone; kept only if it helps.", rich_help_panel=CUTTING
-    ),
-]
-RepairForm = Annotated[
-    str, typer.Option(help="least-squares, bias, or auto for the better of the two.", rich_help_panel=CUTTING)
-]
-Measuring = Annotated[
-    bool, typer.Option("--measure/--no-measure", help="Measure dense against small at the end.", rich_help_panel=CUTTING)
-]
-ShardSize = Annotated[str, typer.Option(help="The largest file of weights.", rich_help_panel=CUTTING)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the best there is.", rich_help_panel=MACHINE)]
-Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.", rich_help_panel=MACHINE)]
-CacheMemory = Annotated[
-    float,
-    typer.Option(
-        help="GiB for kept block outputs; 0 keeps none. Changes the speed, not the result. [default: half of what is free]",
-        show_default=False,
-        rich_help_panel=MACHINE,
-    ),
-]
-Stack = Annotated[
-    int,
-    typer.Option(
-        help="Masked runs made as one on a larger batch; may pay on a GPU, see secateur bench --stack.", rich_help_panel=MACHINE
-    ),
-]
-Lanes = Annotated[
-    int,
-    typer.Option(
-        help="Runs that go side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere]",
-        show_default=False,
-        rich_help_panel=MACHINE,
-    ),
-]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings along.", rich_help_panel=MACHINE)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=MACHINE)]
 
 
 @app.callback(
@@ -279,7 +167,7 @@ def prune(
     Stopped at any moment and started again with the same command, it goes on where it was and ends with the same selection.
     """
     settings = {name: value for name, value in locals().items() if name in SETTINGS}
-    with _Bars() as watcher:
+    with Bars() as watcher:
         result = prune_model(
             **settings,
             out=out,
@@ -297,10 +185,10 @@ def prune(
         more = {"cut": _without_batch_losses(result.cut)} if result.cut else {}
         print(jsonio.dumps(_without_batch_losses(result.record) | more, indent=1))
         return
-    _show_evaluation(result.record, result.cut)
-    _show_units(result.selection)
+    show_evaluation(result.record, result.cut)
+    show_units(result.selection)
     if result.cut:
-        _show_cut(result.cut)
+        show_cut(result.cut)
     stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
 
 
@@ -344,7 +232,7 @@ def select(
     if out.is_dir():
         raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'selection.json'}.")
     check_place(out.absolute().parent)
-    with _Bars() as watcher:
+    with Bars() as watcher:
         network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
         watcher.stage("reading data")
         size = settings.calibration_size
@@ -363,7 +251,7 @@ def select(
         percent = {"zeroed_percent": zeroed_percent(network, selection.units)}
         print(jsonio.dumps({name: fields[name] for name in shown} | percent, indent=1))
         return
-    _show_units(selection)
+    show_units(selection)
     if selection.goal:
         stdout.print(goal_sentence(selection.goal))
     stdout.print("\nFiles: " + ", ".join(str(path) for path in (out, journal.path) if path.exists()))
@@ -412,7 +300,7 @@ def shrink(
     ours = {"calibration": calibration} if calibration else {}
     settings = make_settings(model=model, device=device, dtype=dtype, calibration_size=calibration_size, **theirs | ours)
     settings.check()
-    with _Bars() as watcher:
+    with Bars() as watcher:
         network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
         check_selection(network, chosen, model)
         watcher.stage("reading data")
@@ -437,8 +325,8 @@ def shrink(
     if as_json:
         print(jsonio.dumps(record, indent=1))
         return
-    _show_units(chosen)
-    _show_cut(record)
+    show_units(chosen)
+    show_cut(record)
     stdout.print(f"\nWritten to {out}")
 
 
@@ -464,7 +352,7 @@ def measure(
 ) -> None:
     """Two models side by side: parameters, bytes, memory, FLOPs, and the time of prompts, tokens or images."""
     check_measure(batch_size or (1, 8), tokens, new_tokens, repeats, threads or 1)
-    with _Bars() as watcher:
+    with Bars() as watcher:
         models = []
         for name in (dense, small):
             watcher.stage(f"loading {name}")
@@ -486,7 +374,7 @@ def measure(
     if as_json:
         print(jsonio.dumps(found, indent=1))
     else:
-        _show_measurement(found)
+        show_measurement(found)
 
 
 @app.command()
@@ -522,7 +410,7 @@ def evaluate(
     what = {"model": model, "selection": str(selection) if selection else None, "data": data}
     if out:
         _check_record_place(out, what)
-    with _Bars() as watcher:
+    with Bars() as watcher:
         network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
         if chosen:
             check_selection(network, chosen, model)
@@ -540,7 +428,7 @@ def evaluate(
     if as_json:
         print(jsonio.dumps(_without_batch_losses(record), indent=1))
     else:
-        _show_evaluation(record)
+        show_evaluation(record)
 
 
 @app.command()
@@ -633,7 +521,7 @@ def bench(
             raise OutputError(f"{json_file} is a folder; name the file to write, such as {json_file / 'bench.json'}.")
         check_place(json_file.absolute().parent)
     rows = []
-    with _Bars() as watcher:
+    with Bars() as watcher:
         for name in models or DEFAULT_MODELS:
             watcher.stage(f"loading {name}")
             network = open_bench_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -682,120 +570,6 @@ def _gibibytes(memory: float) -> int | None:
     if not 0 <= memory < math.inf:
         raise SettingError(f"The cache memory is {memory} GiB, but must be a finite number, 0 or more.")
     return int(memory * 2**30)
-
-
-class _Bars(Watcher):
-    """Progress on standard error: bars on a terminal, a line a step elsewhere."""
-
-    def __enter__(self) -> _Bars:
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=stderr,
-            disable=not stderr.is_terminal,
-        )
-        self._task: Any = None
-        self._replaying = False
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def stage(self, name: str) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(name, total=None)
-        if not stderr.is_terminal:
-            stderr.print(f"{name} ...")
-
-    def say(self, sentence: str) -> None:
-        stderr.print(sentence)
-
-    def pull(self, progress: search.Progress) -> None:
-        if progress.replayed and not self._replaying:
-            stderr.print("taking over the pulls of an earlier start ...")
-        self._replaying = progress.replayed
-        self._progress.update(
-            self._task,
-            description=f"step {progress.step + 1}/{progress.n_steps} pull {progress.pull}/{progress.n_pulls} "
-            f"best {progress.best} (reward {progress.best_reward:.3f})",
-            total=progress.n_steps * progress.n_pulls,
-            completed=progress.step * progress.n_pulls + progress.pull,
-        )
-        if not stderr.is_terminal and progress.pull == progress.n_pulls and not progress.replayed:
-            stderr.print(f"step {progress.step + 1}/{progress.n_steps}: {progress.best} (reward {progress.best_reward:.3f})")
-
-    def evaluated(self, batch: int, n_batches: int) -> None:
-        self._progress.update(self._task, total=n_batches, completed=batch)
-
-
-def _show_evaluation(record: dict[str, Any], cut: dict[str, Any] | None = None) -> None:
-    dense, pruned, shrunk = record["dense"], record.get("pruned"), (cut or {}).get("shrunk")
-    table = Table("", "dense", *(["masked", "change"] if pruned else []), *(["checkpoint"] if shrunk else []))
-    for key, name in FIGURES.items():
-        if key not in dense or (key == "nonfinite_batches" and not dense[key] and not (pruned and pruned[key])):
-            continue
-        row = [name, _number(dense[key])]
-        if pruned:
-            percent = key == "perplexity"
-            change = record.get("ppl_change_percent" if percent else f"delta_{key}")
-            row += [_number(pruned[key]), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        table.add_row(*row, *([_number(shrunk[key])] if shrunk else []))
-    stdout.print(table)
-    if pruned:
-        stdout.print(
-            f"{len(record['units'])} units zeroed: {record['zeroed_percent']:.4f}% of {record['total_params']:,} parameters; "
-            f"{record['pulls']:,} pulls, {record['forwards']:,} forwards."
-        )
-        if record.get("goal") and not (cut or {}).get("goal"):
-            stdout.print(goal_sentence(record["goal"]))
-        if not math.isfinite(float(pruned["loss"])):
-            stdout.print("A failed run: the loss with the units zeroed is not finite.")
-        if record["nonfinite_pulls"]:
-            stdout.print(f"{record['nonfinite_pulls']} pulls gave a non-finite loss; the trace shows them.")
-
-
-def _show_units(selection: Selection) -> None:
-    lines = unit_lines([unit.to_json() for unit in selection.units])
-    more = f"  and in {len(lines) - SHOWN} more places; the file has them all" if len(lines) > SHOWN else ""
-    stdout.print(f"Zeroed ({len(selection.units)}), as layer.index: {'  '.join(lines[:SHOWN])}{more}")
-
-
-def _show_cut(record: dict[str, Any]) -> None:
-    left, total = record["params"], record["dense_params"]
-    loader = "any loader reads it" if record["layout"] == "uniform" else "secateur.load_shrunk reads it"
-    stdout.print(f"\nCut ({record['layout']}; {loader}): {left:,} of {total:,} parameters are left ({left / total:.2%}).")
-    stdout.print(f"Proved: {record['proof']['sentence']}.")
-    if record.get("repair"):
-        stdout.print(record["repair"]["sentence"])
-    if record.get("goal"):
-        stdout.print(goal_sentence(record["goal"]))
-    if record.get("measurement"):
-        _show_measurement(record["measurement"])
-
-
-def _show_measurement(found: dict[str, Any]) -> None:
-    titles, rows = measurement_table(found)
-    table = Table(*titles)
-    for row in rows:
-        table.add_row(*row)
-    stdout.print(table)
-    stdout.print(measured_where(found))
-    for verdict in found["verdicts"]:
-        stdout.print(verdict)
-
-
-def _number(value: Any) -> str:
-    return f"{value}" if isinstance(value, int) else f"{float(value):.4f}"
-
-
-def _signed(value: Any, form: str, sign: str) -> str:
-    if value is None:
-        return ""
-    return format(float(value), form) + sign if math.isfinite(float(value)) else str(float(value))
 
 
 def _without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
