@@ -47,7 +47,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "deit-flops80": DEIT | {"target": "both", "target_flops": 0.8, "method": "taylor"},
     "deit-latency80": DEIT | {"target": "both", "target_latency": 0.8, "method": "taylor"},
     "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "target_flops": 0.8, "method": "taylor"},
-    "smollm2-latency80": SMOLLM2 | {"target": "kv_group+mlp", "target_latency": 0.8, "method": "taylor"},
 }
 
 

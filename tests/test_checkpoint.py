@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from secateur import checkpoint
-from secateur.checkpoint import CARD, RECORD, fingerprint, load_shrunk, read_record, refuse_model, save_shrunk
+from secateur.checkpoint import CARD, RECORD, load_shrunk, read_record, refuse_model, save_shrunk
 from secateur.errors import ModelError, OutputError, ProofError, SecateurError
 from secateur.families import anatomy, candidate_units
 from secateur.models import load, load_model, load_shapes, stored_dtype, timm_arguments
@@ -539,11 +539,6 @@ def test_no_record_is_none() -> None:
     assert read_record(Path("nowhere")) is None
     Path(RECORD).write_text("of a model that did not get its config.json")
     assert read_record(Path()) is None
-
-
-def test_a_fingerprint_is_of_what_data_say_and_not_of_their_order() -> None:
-    assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": (1, 2), "a": 1})
-    assert len({fingerprint(data) for data in ({"a": 1}, {"a": 2}, {"b": 1}, [1], [2, 1], [1, 2], float("nan"), "é")}) == 8
 
 
 def test_candidates_of_a_loaded_cut_are_those_of_the_cut() -> None:

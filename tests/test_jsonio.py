@@ -89,3 +89,10 @@ def test_a_place_that_is_a_folder_is_an_output_error_and_the_folder_stays(tmp_pa
     with pytest.raises(OutputError, match="Cannot write"):
         jsonio.write_text(tmp_path / "out", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_fingerprint_is_of_what_data_say_and_not_of_their_order() -> None:
+    assert jsonio.fingerprint({"a": 1, "b": [1, 2]}) == jsonio.fingerprint({"b": (1, 2), "a": 1})
+    assert (
+        len({jsonio.fingerprint(data) for data in ({"a": 1}, {"a": 2}, {"b": 1}, [1], [2, 1], [1, 2], float("nan"), "é")}) == 8
+    )

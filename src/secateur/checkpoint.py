@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
 import re
@@ -108,12 +107,6 @@ def check_shard_size(size: str) -> None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", size)
     if not found or not float(found[1]):
         raise SettingError(f"The largest file of weights is {size!r}, but must be a size such as 500MB or 5GB.")
-
-
-def fingerprint(fields: Any) -> str:
-    """A digest of plain data."""
-    text = json.dumps(jsonio.to_json(fields), sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

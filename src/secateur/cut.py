@@ -13,7 +13,7 @@ from torch import nn
 from secateur import jsonio
 from secateur.accounting import total_parameters
 from secateur.card import model_card
-from secateur.checkpoint import CARD, FORMAT, RECORD, check_shard_size, fingerprint, read_record, refuse_model, save_shrunk
+from secateur.checkpoint import CARD, FORMAT, RECORD, check_shard_size, read_record, refuse_model, save_shrunk
 from secateur.data import Batches
 from secateur.errors import OutputError, SelectionError, not_one_of
 from secateur.evaluate import evaluate
@@ -61,7 +61,7 @@ def cut(
     if not selection.units:
         raise SelectionError("The selection is empty: there is nothing to cut.")
     units = [unit.to_json() for unit in selection.units]
-    key = fingerprint({"units": units, "model": digest(model), "layout": layout, "repair": repair})
+    key = jsonio.fingerprint({"units": units, "model": digest(model), "layout": layout, "repair": repair})
     record = read_record(folder)
     if record is None:
         record = _write(
@@ -221,7 +221,7 @@ def _write(
         "pulls": selection.pulls,
         "settings": selection.settings,
         "versions": versions(),
-        "selection_digest": fingerprint({part: fields[part] for part in ("settings", "units", "trace")}),
+        "selection_digest": jsonio.fingerprint({part: fields[part] for part in ("settings", "units", "trace")}),
         "units": fields["units"],
     }
     watcher.stage(f"writing {folder}")

@@ -35,6 +35,12 @@ class Evaluation:
             "nonfinite_batches": self.nonfinite_batches
         }
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Evaluation:
+        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
+        numbers = {name: float(value) for name, value in known.items() if name not in ("rows", "batch_losses")}
+        return cls(**numbers, rows=int(known["rows"]), batch_losses=tuple(float(loss) for loss in known["batch_losses"]))
+
 
 def evaluate(model: nn.Module, batches: Sequence[Batch], progress: Callable[[int, int], None] | None = None) -> Evaluation:
     """Loss, and what goes with it, over all batches.

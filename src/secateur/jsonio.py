@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -27,13 +28,23 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(to_json(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
+def fingerprint(value: Any) -> str:
+    """A digest of plain data: of what they say, not of their order."""
+    text = json.dumps(to_json(value), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write beside the file, then rename: a reader sees the old file or the new one, never half of it."""
     beside = path.with_name(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(beside, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

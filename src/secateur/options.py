@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from secateur.models import DTYPES
-from secateur.prune import METHODS
+from secateur.prune import METHODS, SCREENS
 from secateur.units import TARGETS
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
@@ -41,11 +41,12 @@ PoolSize = Annotated[
 Screen = Annotated[
     int,
     typer.Option(
-        help="Consider only this many of lowest magnitude; 0 considers all. [default: 48 for text, 0 for images]",
+        help="Consider only this many of lowest score; 0 considers all. [default: 48 for text, 0 for images]",
         show_default=False,
         rich_help_panel=SEARCH,
     ),
 ]
+ScreenBy = Annotated[str, typer.Option(help=f"Whose score: {', '.join(SCREENS)}.", rich_help_panel=SEARCH)]
 ScoreBatches = Annotated[
     int, typer.Option(help="Calibration batches that wanda, taylor and fisher look at.", rich_help_panel=SEARCH)
 ]

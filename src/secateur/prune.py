@@ -16,7 +16,6 @@ from torch import nn
 
 from secateur import jsonio
 from secateur.accounting import total_parameters, zeroed_percent
-from secateur.checkpoint import fingerprint
 from secateur.cut import check_cut, check_cut_place, cut
 from secateur.damage import DamageMeter
 from secateur.data import BUILTIN, Batches, Source, check_apart, image_batches, text_batches
@@ -26,7 +25,7 @@ from secateur.families import candidate_units, task_of
 from secateur.journal import Journal, check_same_run
 from secateur.models import digest, load, versions
 from secateur.policies import UCB, Greedy, Policy, Thompson
-from secateur.scores import STATIC_METHODS, magnitude_scores, unit_scores
+from secateur.scores import STATIC_METHODS, unit_scores
 from secateur.selection import Goal, Selection, check_search, select, select_by_score
 from secateur.streams import POOLS, stream
 from secateur.surgery import FREE, LAYOUTS, UNIFORM, check_uniform
@@ -49,7 +48,8 @@ from secateur.zeroing import zeroed
 SEARCH_METHODS = ("ucb", "ts", "greedy")
 METHODS = (*SEARCH_METHODS, *STATIC_METHODS)
 AUTO = -1  # a setting left to the model's task
-NONE = "none"  # the layout of those who want no smaller model
+NONE = "none"  # the layout of those who want no smaller model, and the screen of those who want none
+SCREENS = ("magnitude", "fisher", NONE)
 LEFT_TO_TASK = {"calibration_size", "batch_size", "size", "max_batches"}
 
 
@@ -69,7 +69,8 @@ class Settings:
     temperature: float = 0.02  # tau
     ucb_c: float = 1.5
     pool_size: int = 0  # 0: min{|R|, max(2, floor(2 sqrt|R|))}
-    screen: int = AUTO  # keep this many of lowest magnitude before each pool is drawn; 0: all. Text 48, images 0
+    screen: int = AUTO  # keep this many of lowest score before each pool is drawn; 0: all. Text 48, images 0
+    screen_by: str = "magnitude"  # whose score; one of SCREENS
     group_width: int = GROUP_WIDTH  # g0
     score_batches: int = 16  # calibration batches that wanda, taylor and fisher look at
     calibration: str = BUILTIN
@@ -97,6 +98,8 @@ class Settings:
             raise not_one_of("method", self.method, METHODS)
         if self.target not in TARGETS:
             raise not_one_of("target", self.target, TARGETS)
+        if self.screen_by not in SCREENS:
+            raise not_one_of("screening rule", self.screen_by, SCREENS)
         if self.layout not in (*LAYOUTS, NONE):
             raise not_one_of("layout", self.layout, (*LAYOUTS, NONE))
         targets = {name: value for name, value in self._targets().items() if value}
@@ -121,7 +124,9 @@ class Settings:
         if not self.target_latency:
             return None
         where = next(model.parameters())
-        key = fingerprint([digest(model), self.target, self.group_width, self.seq_len, str(where.device), str(where.dtype)])
+        key = jsonio.fingerprint(
+            [digest(model), self.target, self.group_width, self.seq_len, str(where.device), str(where.dtype)]
+        )
         table = read_table(kept_table, key, units) if kept_table else None
         if table is None:
             watcher.stage("measuring what units cost on this machine")
@@ -347,8 +352,8 @@ def choose_units(
     if quota:
         check_uniform(model, quota.some())
     watcher.stage("choosing units")
+    batches = calibration[: settings.score_batches]
     if settings.method in STATIC_METHODS:
-        batches = calibration[: settings.score_batches]
         scores = unit_scores(settings.method, model, units, batches=batches, seed=settings.seed)
         found = select_by_score(scores, ratio=settings.ratio, goal=goal, quota=quota)
     else:
@@ -362,6 +367,7 @@ def choose_units(
             lanes=lanes,
             seed=settings.seed,
         )
+        screening = settings.screen and settings.screen_by != NONE
         found = select(
             meter,
             units,
@@ -373,8 +379,8 @@ def choose_units(
             temperature=settings.temperature,
             seed=settings.seed,
             pool_size=settings.pool_size or None,
-            screen=settings.screen or None,
-            screen_scores=magnitude_scores(model, units) if settings.screen else None,
+            screen=settings.screen if screening else None,
+            screen_scores=unit_scores(settings.screen_by, model, units, batches=batches) if screening else None,
             journal=journal,
             progress=watcher.pull,
         )
@@ -422,9 +428,9 @@ def judge(
 
 
 def load_batches(
-    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, size: int, most: int = 0
+    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, size: int, most: int = 0, keep: bool = False
 ) -> Batches:
-    """Batches of the kind that the model takes; at most `most` of them, if that is not 0."""
+    """Batches of the kind that the model takes; at most `most` of them, if that is not 0. `keep` is for many passes."""
     limit = min(size, most * settings.batch_size) if most else size
     if task_of(model) == "text":
         context = getattr(model.config, "max_position_embeddings", None)
@@ -450,7 +456,7 @@ def load_batches(
         limit=limit,
         batch_size=settings.batch_size,
         seed=settings.seed,
-        keep=split == "train",
+        keep=keep or split == "train",
     )
 
 
