@@ -37,5 +37,5 @@ $(MODEL)/config.json: scripts/smollm2.py scripts/requirements-smollm2.txt | .ven
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed-demo
-	$(PIP) -e '.[datasets,dev,gguf,lm-eval,peft,timm]'
+	$(PIP) -e '.[datasets,dev,experiment,gguf,lm-eval,peft,ray,timm]'
 	@touch $@

@@ -34,7 +34,7 @@ PROGRESS = re.compile(
     r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
     r"|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
 )
-COMMANDS = ("prune", "select", "shrink", "measure", "evaluate", "units", "bench")
+COMMANDS = ("prune", "select", "shrink", "measure", "evaluate", "units", "bench", "grid", "compare", "tables", "figures")
 FILES = ["evaluation.json", "journal.jsonl", "selection.json"]
 
 

@@ -14,6 +14,7 @@ from secateur.errors import (
     SecateurError,
     SelectionError,
     SettingError,
+    StoreError,
     UnsupportedModel,
 )
 from secateur.evaluate import Evaluation, evaluate, perplexity
@@ -54,6 +55,7 @@ __all__ = [
     "SelectionError",
     "SettingError",
     "Settings",
+    "StoreError",
     "Thompson",
     "Unit",
     "UnsupportedModel",

@@ -25,6 +25,7 @@ from secateur.cut import check_cut, check_cut_place, check_repair, compare, cut
 from secateur.data import BUILTIN
 from secateur.errors import OutputError, SecateurError, SelectionError, SettingError, not_one_of
 from secateur.evaluate import evaluate as evaluate_model
+from secateur.experiment import commands
 from secateur.families import anatomy, candidate_units, family_of, task_of
 from secateur.journal import Journal
 from secateur.measure import check_measure
@@ -58,6 +59,7 @@ from secateur.options import (
     RepairForm,
     ScoreBatches,
     Screen,
+    ScreenBy,
     Seed,
     SeqLen,
     ShardSize,
@@ -142,6 +144,7 @@ def prune(
     ucb_c: UcbC = Settings.ucb_c,
     pool_size: PoolSize = Settings.pool_size,
     screen: Screen = Settings.screen,
+    screen_by: ScreenBy = Settings.screen_by,
     score_batches: ScoreBatches = Settings.score_batches,
     calibration: Calibration = Settings.calibration,
     data: Data = "",
@@ -212,6 +215,7 @@ def select(
     ucb_c: UcbC = Settings.ucb_c,
     pool_size: PoolSize = Settings.pool_size,
     screen: Screen = Settings.screen,
+    screen_by: ScreenBy = Settings.screen_by,
     score_batches: ScoreBatches = Settings.score_batches,
     calibration: Calibration = Settings.calibration,
     seq_len: SeqLen = Settings.seq_len,
@@ -582,6 +586,10 @@ def _without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
     return record | short
 
 
+for command in (commands.grid, commands.compare, commands.tables, commands.figures):
+    app.command()(command)
+
+
 def main() -> NoReturn:
     """Run the command line: errors of the user's become one sentence and exit code 2, never a traceback."""
     warnings.filterwarnings("ignore")
@@ -608,7 +616,7 @@ def main() -> NoReturn:
         message = error.format_message().rstrip(".")
         _fail(f"{message}. See secateur --help.", 2)  # the parser's own: a missing or unknown option
     if code == 130:
-        resumable = sys.argv[1:2] in (["prune"], ["select"], ["shrink"])
+        resumable = sys.argv[1:2] in (["prune"], ["select"], ["shrink"], ["grid"])
         _fail("Stopped." + (" The same command goes on from here." if resumable else ""), 130)
     raise SystemExit(code if isinstance(code, int) else 0)
 

@@ -8,6 +8,7 @@
     ├── DataError           text or images that are missing, broken, too few, or used twice
     ├── SelectionError      a selection that cannot be read, or was made for another model
     ├── ProofError          a cut model that does not compute what the zeroed one does
+    ├── StoreError          a store of records that is missing, damaged, or edited
     └── OutputError         a place that cannot be written, or that holds another run's work
 
 Each message is one sentence or two: what is wrong, where, and what to do. The command line prints it and exits with 2.
@@ -64,6 +65,10 @@ class SelectionError(SecateurError):
 
 class ProofError(SecateurError):
     """A cut model that does not compute what the zeroed one does."""
+
+
+class StoreError(SecateurError):
+    """A store of records that is missing, damaged, or edited."""
 
 
 class OutputError(SecateurError):

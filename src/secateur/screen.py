@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from secateur import selection as search
 from secateur.card import FIGURES, goal_sentence, measured_where, measurement_table, unit_lines
 from secateur.selection import Selection
-from secateur.watcher import Watcher
+from secateur.watcher import GridProgress, Watcher
 
 SHOWN = 24  # layers with units
 stdout, stderr = (Console(stderr=err, highlight=False, markup=False, soft_wrap=True) for err in (False, True))
@@ -22,7 +22,7 @@ class Bars(Watcher):
     """Progress on standard error: bars on a terminal, a line a step elsewhere."""
 
     def __enter__(self) -> Bars:
-        self._progress = Progress(
+        self._progress = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -64,6 +64,31 @@ class Bars(Watcher):
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         self._progress.update(self._task, total=n_batches, completed=batch)
+
+
+class GridBars:
+    """How a grid goes, on standard error: a bar on a terminal, a line a run elsewhere."""
+
+    def __init__(self, n_runs: int) -> None:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._progress = RichProgress(*columns, console=stderr, disable=not stderr.is_terminal)
+        self._task = self._progress.add_task("reading the store", total=n_runs)
+
+    def __enter__(self) -> GridBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def say(self, sentence: str) -> None:
+        stderr.print(sentence)
+
+    def ran(self, progress: GridProgress) -> None:
+        left = "" if progress.seconds_left is None else f", about {_duration(progress.seconds_left)} left"
+        counts = f"{progress.done} done, {progress.failed} failed, {progress.left} left{left}"
+        self._progress.update(self._task, description=counts, completed=progress.done + progress.failed)
+        stderr.print(f"{progress.latest} ({counts})" if progress.latest else counts)
 
 
 def show_evaluation(record: dict[str, Any], cut: dict[str, Any] | None = None) -> None:
@@ -130,3 +155,8 @@ def _signed(value: Any, form: str, sign: str) -> str:
     if value is None:
         return ""
     return format(float(value), form) + sign if math.isfinite(float(value)) else str(float(value))
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{round(seconds)} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from secateur.selection import Progress
 
 
@@ -12,3 +14,14 @@ class Watcher:
     def say(self, sentence: str) -> None: ...
     def pull(self, progress: Progress) -> None: ...
     def evaluated(self, batch: int, n_batches: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class GridProgress:
+    """Where a grid stands, after a run."""
+
+    done: int
+    failed: int
+    left: int
+    seconds_left: float | None
+    latest: str

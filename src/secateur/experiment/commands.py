@@ -1,0 +1,189 @@
+"""The commands for those who compare methods: grid, compare, tables, figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table as Shown
+
+from secateur import jsonio
+from secateur.errors import SettingError, not_one_of
+from secateur.experiment.compare import Comparison, against_baseline, compare as compare_cells, summary
+from secateur.experiment.figures import draw
+from secateur.experiment.grid import Grid, read_grid, run_grid
+from secateur.experiment.results import LABELS, read_tables
+from secateur.experiment.tables import FORMS, markdown, render
+from secateur.experiment.workers import Where
+from secateur.options import AsJson, Device, Trust
+from secateur.screen import GridBars, stderr, stdout
+
+WHERE = "Where to run"
+StoreFolder = Annotated[Path, typer.Argument(help="The store that `secateur grid` wrote.", show_default=False)]
+
+
+def grid(
+    file: Annotated[Path, typer.Argument(help="The grid, a TOML file such as runs/table9.toml.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The store: a folder for the records.", show_default=False)],
+    plan: Annotated[bool, typer.Option("--plan", help="Only show what there is to do.", rich_help_panel=WHERE)] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try runs again that raised an error.", rich_help_panel=WHERE)
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Local processes; 0 runs in this one.", rich_help_panel=WHERE)] = 0,
+    ray: Annotated[
+        str, typer.Option(help="A Ray cluster's address, or local.", show_default=False, rich_help_panel=WHERE)
+    ] = "",
+    cpus_per_run: Annotated[float, typer.Option(help="CPUs that a run on Ray asks for.", rich_help_panel=WHERE)] = 1,
+    gpus_per_run: Annotated[float, typer.Option(help="GPUs that a run on Ray asks for.", rich_help_panel=WHERE)] = 0,
+    threads: Annotated[
+        int,
+        typer.Option(
+            help="Threads of each worker. [default: its share of the cores]", show_default=False, rich_help_panel=WHERE
+        ),
+    ] = 0,
+    device: Device = "auto",
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Do every run of a grid that has no record in the store yet.
+
+    Kill it at any moment and start it again: what has ended is not done twice. A run that raises becomes a failed record, and
+    the grid goes on; a model or data set that is not to be had leaves its runs for another time.
+    """
+    where = Where(workers, ray, cpus_per_run, gpus_per_run, threads)
+    wanted = read_grid(file)
+    if plan:
+        _show_plan(wanted, as_json)
+        return
+    with GridBars(len(wanted.runs)) as bars:
+        result = run_grid(
+            wanted,
+            out,
+            where=where,
+            retry_failed=retry_failed,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=bars.ran,
+            say=bars.say,
+        )
+    if as_json:
+        counts = {"done": result.done, "failed": result.failed, "left": result.left, "problems": list(result.problems)}
+        print(jsonio.dumps(counts, indent=1))
+    else:
+        stdout.print(f"{result.done} runs done, {result.failed} failed, {result.left} left. Records: {out / 'results.jsonl'}")
+    for problem in result.problems:
+        stderr.print(f"error: {problem}")
+    if result.problems:
+        raise typer.Exit(2)
+
+
+def _show_plan(wanted: Grid, as_json: bool) -> None:
+    if as_json:
+        print(jsonio.dumps(wanted.to_json(), indent=1))
+        return
+    shown = Shown("table", "cells", "methods", "runs")
+    for table in wanted.tables:
+        methods = dict.fromkeys(method for cell in table.cells for method in cell.runs)
+        keys = {run.key for cell in table.cells for runs in cell.runs.values() for run in runs.values()}
+        shown.add_row(table.number, str(len(table.cells)), ", ".join(methods), str(len(keys)))
+    stdout.print(shown)
+    models = Counter(run.model for run in wanted.runs)
+    stdout.print(f"{len(wanted.runs)} runs in all: " + ", ".join(f"{model} {n}" for model, n in models.items()) + ".")
+
+
+def compare(
+    store: StoreFolder,
+    against: Annotated[str, typer.Option(help="The baseline.")] = "greedy",
+    as_json: AsJson = False,
+) -> None:
+    """The bandits against a baseline, paired over seeds: intervals, tests, and q-values over the whole family of tests.
+
+    The family is every bandit against every other method in every cell of the store, whatever is shown of it.
+    """
+    if against not in LABELS:
+        raise not_one_of("baseline", against, LABELS)
+    family = compare_cells(read_tables(store, stderr.print))
+    shown = against_baseline(family, against)
+    counts = summary(shown, family)
+    if as_json:
+        found = {"comparisons": [c.to_json() for c in shown], "family": counts.family, "tested": counts.tested}
+        print(jsonio.dumps(found, indent=1))
+        return
+    table = Shown(
+        "cell", "method", "pairs", "difference", "bootstrap 95%", "t 95%", "p", "Wilcoxon p", "q", "loss, by batch 95%"
+    )
+    for c in shown:
+        table.add_row(*_comparison_row(c))
+    stdout.print(table)
+    n = len(shown)
+    stdout.print(
+        f"Differences are method minus {LABELS[against]}: of the percent change of perplexity, or of the Top-1 drop in points; "
+        "negative favours the method."
+    )
+    stdout.print(
+        f"Of {n} comparisons, {counts.bootstrap} bootstrap and {counts.t_interval} t intervals exclude zero, {counts.p} have "
+        f"p < 0.05 and {counts.q} q < 0.05 (Benjamini-Hochberg over the family of {counts.family} tests, {counts.tested} of "
+        "which have a p-value)."
+    )
+    stdout.print(
+        "With few seeds a bootstrap interval is too narrow and the t interval is to be trusted; five pairs cannot bring "
+        "Wilcoxon's p below 0.0625. The last column is about these very selections: how surely the evaluation batches tell "
+        "them apart, not how another seed would choose."
+    )
+
+
+def _comparison_row(c: Comparison) -> list[str]:
+    scale, result = (100 if c.cell.task == "image" else 1), c.result
+
+    def between(interval: tuple[float, float], scale: float = scale, digits: int = 2) -> str:
+        return f"{interval[0] * scale:+.{digits}f} to {interval[1] * scale:+.{digits}f}"
+
+    return [
+        str(c.cell),
+        LABELS[c.method],
+        f"{result.n}/{c.planned}",
+        f"{result.mean * scale:+.2f}",
+        between(result.bootstrap),
+        between(result.t_interval),
+        f"{result.t_p:.4f}",
+        f"{result.wilcoxon_p:.4f}",
+        f"{c.q:.4f}",
+        between(c.batch_interval, 1, 4),
+    ]
+
+
+def tables(
+    store: StoreFolder,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Folder for .md, .csv and .tex files; without it, Markdown is printed.")
+    ] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(help="Only this one, such as 9 or A4; may be given again.", show_default=False)
+    ] = None,
+    beside_paper: Annotated[bool, typer.Option("--beside-paper", help="The paper's row below each of ours.")] = False,
+) -> None:
+    """The paper's tables, from the records of a store."""
+    made = render(read_tables(store, stderr.print), beside_paper=beside_paper)
+    numbers = [rendered.number for rendered in made]
+    for number in table or ():
+        if number not in numbers:
+            raise SettingError(f"The store has nothing for table {number!r}; it has {', '.join(dict.fromkeys(numbers))}.")
+    made = [rendered for rendered in made if not table or rendered.number in table]
+    if out is None:
+        print("\n".join(markdown(rendered) for rendered in made))
+        return
+    for rendered in made:
+        for suffix, form in FORMS.items():
+            jsonio.write_text(out / f"{rendered.name}.{suffix}", form(rendered))
+    stdout.print(f"{len(made)} tables written to {out}, each as {', '.join(f'.{suffix}' for suffix in FORMS)}.")
+
+
+def figures(
+    store: StoreFolder,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the pictures.", show_default=False)],
+) -> None:
+    """The paper's figures, from the records of a store, as SVG and PNG."""
+    written = draw(read_tables(store, stderr.print), out)
+    stdout.print("Written: " + ", ".join(str(path) for path in written))

@@ -1,0 +1,207 @@
+"""The paper's figures from a store, and one for each ablation: SVG and PNG, told apart in grey by hatch, marker and dash."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from secateur import jsonio
+from secateur.errors import MissingExtra
+from secateur.experiment.results import LABELS, Cell, Table, cells_of
+
+ADAPTIVE = ("greedy", "ucb", "ts")
+GREY = {
+    "random": ("0.92", "..", "x", ":"),
+    "magnitude": ("0.80", "xx", "+", ":"),
+    "wanda": ("0.88", "++", "1", ":"),
+    "taylor": ("0.75", "--", "2", ":"),
+    "fisher": ("0.65", "oo", "3", ":"),
+    "greedy": ("0.70", "//", "s", "--"),
+    "ucb": ("0.15", "", "o", "-"),
+    "ts": ("0.45", "\\\\", "^", "-."),
+}  # shade of a bar, hatch, marker, dash
+CHANGE = {"text": "perplexity change (%)", "image": "Top-1 drop (percentage points)"}
+FORMATS = ("svg", "png")
+
+
+def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
+    """Write every figure that the store has anything for, and the pipeline's; the paths in the order of the paper.
+
+    >>> draw(read_tables(Path("results/deit")), Path("figures"))
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "experiment", "Drawing figures") from error
+    written = []
+    plain = {"svg.hashsalt": "secateur", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(plain):
+        for name, paint in _figures(tables):
+            picture = paint(pyplot)
+            for form in FORMATS:
+                data = io.BytesIO()
+                metadata = {"Date": None} if form == "svg" else {"Software": None}  # the same data, the same bytes
+                picture.savefig(data, format=form, dpi=160, bbox_inches="tight", metadata=metadata)
+                written.append(folder / f"{name}.{form}")
+                jsonio.write_bytes(written[-1], data.getvalue())
+            pyplot.close(picture)
+    return written
+
+
+def _figures(tables: Sequence[Table]) -> Iterable[tuple[str, Callable[[Any], Any]]]:
+    yield "figure1", _pipeline
+    groups = {number: [c for c in cells_of(tables, number) if _has_any(c)] for number in ("6", "8", "9", "10")}
+    yield from _lines_over_ratios("figure2", groups["6"], "MLP groups removed (%)")
+    if groups["8"]:
+        yield "figure3", lambda plt: _bars(plt, groups["8"], ["delta_top1"], ADAPTIVE, evals=True)
+    if groups["9"]:
+        yield "figure4", lambda plt: _bars(plt, groups["9"], ["delta_top1", "pruned.loss"], ADAPTIVE)
+        yield "figureB1", lambda plt: _bars(plt, groups["9"], ["delta_top1"], tuple(LABELS))
+    yield from _lines_over_ratios("figureB2", groups["10"], "attention heads removed (%)")
+    varied = [cell for cell in cells_of(tables, "ablation") if _has_any(cell)]
+    for setting in dict.fromkeys(name for cell in varied for name in cell.vary):
+        of_setting = [cell for cell in varied if setting in cell.vary]
+        for place in dict.fromkeys(_place(cell) for cell in of_setting):
+            cells = [cell for cell in of_setting if _place(cell) == place]
+            several = len({_place(cell) for cell in of_setting}) > 1
+            name = f"ablation-{setting.replace('_', '-')}" + (f"-{_slug(' '.join(place[:3]))}" if several else "")
+            ticks = [str(cell.vary[setting]) for cell in cells]
+            title = f"{place[0]}, {place[2]}, {place[3]:.0%} on {place[1]}"
+            yield name, _curves(cells, ticks, setting.replace("_", " "), title)
+
+
+def _lines_over_ratios(name: str, cells: list[Cell], words: str) -> Iterable[tuple[str, Callable[[Any], Any]]]:
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    for model in models:
+        of_model = [cell for cell in cells if cell.model == model]
+        ticks = [f"{cell.ratio * 100:g}" for cell in of_model]
+        title = f"{model} on {of_model[0].data}"
+        yield name if len(models) == 1 else f"{name}-{_slug(model)}", _curves(of_model, ticks, words, title)
+
+
+def _curves(cells: Sequence[Cell], ticks: Sequence[str], words: str, title: str) -> Callable[[Any], Any]:
+    """Methods over the cells in their order, with the deviation over seeds; failed runs are out, and said so."""
+
+    def paint(plt: Any) -> Any:
+        picture, axes = plt.subplots(figsize=(5.6, 3.4))
+        for method in _drawn(cells, tuple(LABELS)):
+            points = []
+            for i, cell in enumerate(cells):
+                height, error, label = _point(cell, method, cell.metric)
+                if height is not None:
+                    points.append((i, height, error))
+                    if label:
+                        axes.annotate(label, (i, height), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            shade, _, marker, dash = GREY[method]
+            if points:
+                at, heights, errors = zip(*points, strict=True)
+                color = str(min(0.6, float(shade)))
+                axes.errorbar(at, heights, errors, label=LABELS[method], marker=marker, linestyle=dash, color=color, capsize=2)
+        axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set(xlabel=words, ylabel=CHANGE[cells[0].task], title=title)
+        axes.legend(frameon=False, fontsize=8)
+        return picture
+
+    return paint
+
+
+def _bars(plt: Any, cells: Sequence[Cell], figures: Sequence[str], methods: Sequence[str], *, evals: bool = False) -> Any:
+    """A group of bars a model, a panel a figure."""
+    there = _drawn(cells, methods)
+    picture, panels = plt.subplots(len(figures), 1, figsize=(1.6 + 1.9 * max(2, len(cells)), 3.0 * len(figures)), squeeze=False)
+    width = 0.8 / len(there)
+    for panel, name in zip(panels[:, 0], figures, strict=True):
+        for i, method in enumerate(there):
+            shade, hatch, _, _ = GREY[method]
+            for j, cell in enumerate(cells):
+                height, error, label = _point(cell, method, name)
+                at = j + (i - (len(there) - 1) / 2) * width
+                if height is None:
+                    panel.annotate("no valid run", (at, 0), rotation=90, ha="center", va="bottom", fontsize=7)
+                    continue
+                named = LABELS[method] if not any(_point(c, method, name)[0] is not None for c in cells[:j]) else None
+                panel.bar(at, height, width, yerr=error, color=shade, hatch=hatch, edgecolor="black", label=named, capsize=2)
+                pulls = cell.spread(method, "pulls")
+                text = (f"{pulls.mean:.0f} evals\n" if evals and pulls else "") + label
+                if text:
+                    top = (max(height, 0) + error) * 1.02
+                    panel.annotate(text.strip(), (at, top), ha="center", va="bottom", fontsize=7)
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_xticks(range(len(cells)), [cell.model for cell in cells])
+        panel.set_ylabel(CHANGE["image"] if name == "delta_top1" else "cross-entropy loss")
+    panels[0, 0].legend(frameon=False, fontsize=8, ncols=min(4, len(there)), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    picture.tight_layout()
+    return picture
+
+
+def _point(cell: Cell, method: str, name: str) -> tuple[float | None, float, str]:
+    """Height, deviation, and what is to be said of runs that are not in it."""
+    spread = cell.spread(method, name)
+    if spread is None or not spread.valid:
+        return None, 0.0, ""
+    scale = -100 if name == "delta_top1" else 1  # of accuracy, the drop in points
+    label = f"{spread.valid}/{spread.planned}" if spread.valid < spread.planned else ""
+    return scale * spread.mean, abs(scale) * (spread.deviation or 0.0), label
+
+
+def _has_any(cell: Cell) -> bool:
+    return any(cell.valid(method) for method in cell.runs)
+
+
+def _drawn(cells: Sequence[Cell], methods: Sequence[str]) -> list[str]:
+    return [method for method in methods if any(cell.valid(method) for cell in cells)]
+
+
+def _place(cell: Cell) -> tuple[str, str, str, float]:
+    return cell.model, cell.data, cell.target, cell.ratio
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in name).strip("-")
+
+
+STAGES = (
+    ("pretrained model", "heads and MLP groups\nare the candidates U"),
+    ("active pool", "2√|R| of those that remain,\ndrawn by seed"),
+    ("pull", "mask one unit; loss on the\nsame batch with and without"),
+    ("reward", "1 / (1 + exp(damage / τ))"),
+    ("policy", "UCB or Thompson spends\nthe pulls of the step"),
+    ("commit", "the unit of largest mean\nreward joins S"),
+    ("judge", "held-out data, dense model\nagainst the masked one"),
+    ("cut", "smaller tensors, proved\nequal and measured"),
+)
+
+
+def _pipeline(plt: Any) -> Any:
+    """Figure 1: how a mask is built, with the two loops, and what comes after."""
+    picture, axes = plt.subplots(figsize=(9.2, 3.4))
+    axes.set(xlim=(0, 4.1), ylim=(0.1, 2.35))
+    axes.axis("off")
+    places = [(i % 4, 1.5 if i < 4 else 0.35) if i < 4 else (7 - i, 0.35) for i in range(8)]
+    for (x, y), (name, words) in zip(places, STAGES, strict=True):
+        inside = 0 < STAGES.index((name, words)) < 6
+        box = plt.Rectangle((x + 0.05, y), 0.86, 0.58, facecolor="0.92" if inside else "1.0", edgecolor="black")
+        axes.add_patch(box)
+        axes.text(x + 0.48, y + 0.43, name, ha="center", va="center", weight="bold")
+        axes.text(x + 0.48, y + 0.2, words, ha="center", va="center", fontsize=7.5)
+    arrow = {"arrowstyle": "-|>", "color": "black"}
+    for (x0, y0), (x1, y1) in pairwise(places):
+        if y0 == y1:
+            step = 1 if x1 > x0 else -1
+            ends = (x0 + (0.91 if step > 0 else 0.05), y0 + 0.29), (x1 + (0.05 if step > 0 else 0.91), y1 + 0.29)
+        else:
+            ends = (x0 + 0.48, y0), (x1 + 0.48, y1 + 0.58)
+        axes.annotate("", ends[1], ends[0], arrowprops=arrow)
+    again = {"arrowstyle": "-|>", "color": "0.35", "linestyle": "--"}
+    axes.annotate("", (2.48, 1.5), (3.3, 0.93), arrowprops=again)
+    axes.text(2.62, 1.2, "next pull", fontsize=7.5, color="0.25", ha="center")
+    axes.annotate("", (1.48, 1.5), (2.3, 0.93), arrowprops=again)
+    axes.text(1.62, 1.2, "next step", fontsize=7.5, color="0.25", ha="center")
+    return picture
