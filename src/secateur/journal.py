@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from secateur import jsonio
 from secateur.errors import OutputError
-
-if sys.platform != "win32":  # there, two runs on one journal are the user's to avoid
-    import fcntl
+from secateur.lines import Lines
 
 
 class Journal:
@@ -32,17 +28,12 @@ class Journal:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self._new_folder = not path.parent.exists()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b")  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            raise jsonio.cannot_write(path, error) from error
+        self._lines = Lines(path, f"Another run is writing {path} right now; wait for it, or choose another place with -o.")
         self._header: dict[str, Any] | None = None  # still to be written
         try:
-            self._lock()
             self._records = self._read(settings)
         except BaseException:
-            self._file.close()
+            self._lines.close()
             raise
         self._position = 0
         self.n_replayed = len(self._records)  # the pulls of an earlier start
@@ -60,7 +51,7 @@ class Journal:
                 self.path.unlink()
                 if self._new_folder:
                     self.path.parent.rmdir()
-        self._file.close()
+        self._lines.close()
 
     def replay(self, expected: dict[str, Any]) -> dict[str, Any] | None:
         """The next recorded pull, or None when this one is new. It must be the pull that the run is about to make."""
@@ -81,30 +72,13 @@ class Journal:
 
     def append(self, record: dict[str, Any]) -> None:
         records, self._header = [record] if self._header is None else [self._header, record], None
-        try:
-            self._file.write(b"".join(jsonio.dumps(item).encode() + b"\n" for item in records))
-            self._file.flush()
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.close()  # now: closing it later would try once more to write what the buffer still holds
-            raise jsonio.cannot_write(self.path, error) from error
-
-    def _lock(self) -> None:
-        if sys.platform == "win32":
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputError(
-                f"Another run is writing {self.path} right now; wait for it, or choose another place with -o."
-            ) from error
+        self._lines.append(records)
 
     def _read(self, settings: dict[str, Any]) -> list[Any]:
-        self._file.seek(0)
-        *lines, torn = self._file.read().split(b"\n")
+        lines, torn = self._lines.read()
         try:
             if not lines and jsonio.dumps({"settings": settings}).encode().startswith(torn):
-                self._file.truncate(0)  # new, or died while writing the first line
+                self._lines.drop(torn)  # new, or died while writing the first line
                 self._header = {"settings": settings}
                 return []
             header, *records = [json.loads(line) for line in lines]
@@ -115,8 +89,7 @@ class Journal:
             ) from error
         check_same_run(self.path, theirs, settings)
         if torn:
-            self._file.seek(-len(torn), os.SEEK_END)
-            self._file.truncate()
+            self._lines.drop(torn)
         return records
 
 

@@ -7,20 +7,15 @@ is noticed.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from secateur import jsonio
-from secateur.errors import OutputError, StoreError
-
-if sys.platform != "win32":  # there, two grids on one store are the user's to avoid
-    import fcntl
+from secateur.errors import StoreError
+from secateur.lines import Lines
 
 FORMAT = 1  # of a record and of a plan
 RECORDS, PLANS = "results.jsonl", "plans"
@@ -36,22 +31,17 @@ class Store:
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda sentence: None) -> None:
-        self.folder, self._path = folder, folder / RECORDS
+        self.folder = folder
+        busy = f"Another grid is writing to {folder} right now; wait for it, or choose another store with -o."
+        self._lines = Lines(folder / RECORDS, busy)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a+b")  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            raise jsonio.cannot_write(self._path, error) from error
-        try:
-            self._lock()
-            self._file.seek(0)
-            self.records, torn = _parse(self._path, self._file.read())
+            lines, torn = self._lines.read()
+            self.records = _parse(self._lines.path, lines)
             if torn:
-                self._file.seek(-torn, os.SEEK_END)
-                self._file.truncate()
-                say(f"The last line of {self._path} was torn and has been dropped; its run is done again.")
+                self._lines.drop(torn)
+                say(f"The last line of {self._lines.path} was torn and has been dropped; its run is done again.")
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> Store:
@@ -61,35 +51,18 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
     def append(self, record: Record) -> None:
         """Write a record down for good, as the last word on its run."""
         whole = sealed(record)
-        try:
-            self._file.write(jsonio.dumps(whole).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.close()  # now: closing it later would try once more to write what the buffer still holds
-            raise jsonio.cannot_write(self._path, error) from error
+        self._lines.append([whole], sync=True)
         self.records[whole["key"]] = whole
 
     def keep_plan(self, plan: dict[str, Any]) -> None:
         """Remember which runs a grid consists of, in place of what was remembered of a grid of this name."""
         text = jsonio.dumps({"format": FORMAT, **plan}, indent=1) + "\n"
         jsonio.write_text(self.folder / PLANS / f"{plan['grid']}.json", text)
-
-    def _lock(self) -> None:
-        if sys.platform == "win32":
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputError(
-                f"Another grid is writing to {self.folder} right now; wait for it, or choose another store with -o."
-            ) from error
 
 
 def sealed(record: Record) -> Record:
@@ -110,15 +83,15 @@ def read_store(folder: Path, say: Callable[[str], None] = lambda sentence: None)
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"Cannot read the store {folder}: {getattr(error, 'strerror', None) or error}.") from error
-    records, torn = _parse(folder / RECORDS, data)
+    *lines, torn = data.split(b"\n")
+    records = _parse(folder / RECORDS, lines)
     if torn:
         say(f"The last line of {folder / RECORDS} is torn and was left out.")
     return records, plans
 
 
-def _parse(path: Path, data: bytes) -> tuple[dict[str, Record], int]:
-    """The records by their keys, and how many bytes of a torn last line there are."""
-    *lines, torn = data.split(b"\n")
+def _parse(path: Path, lines: list[bytes]) -> dict[str, Record]:
+    """The records by their keys."""
     records = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -141,7 +114,7 @@ def _parse(path: Path, data: bytes) -> tuple[dict[str, Record], int]:
                 "line to have its run done again."
             )
         records[key] = record
-    return records, len(torn)
+    return records
 
 
 def _checked_plan(path: Path, text: str) -> Record:
