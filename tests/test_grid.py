@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import secateur as sc
 from secateur.errors import SettingError, StoreError
+from secateur.evaluate import evaluate
 from secateur.experiment import work, workers
 from secateur.experiment.grid import Grid, GridResult, read_grid, run_grid
 from secateur.experiment.results import read_tables
@@ -245,6 +246,17 @@ def test_methods_of_a_cell_share_their_base_and_images_are_drawn_by_seed(world: 
     magnitude = [r for r in records if r["settings"]["method"] == "magnitude"]
     assert magnitude[0]["units"] == magnitude[1]["units"]
     assert magnitude[0]["data_digest"] != magnitude[1]["data_digest"]
+
+
+def test_a_dense_model_is_evaluated_once_for_each_base(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for task in ("text", "image"):
+        calls: list[int] = []
+        monkeypatch.setattr(work, "evaluate", lambda *args, calls=calls: [calls.append(1), evaluate(*args)][1])
+        monkeypatch.setattr(work, "_here", work.Workplace())
+        run_grid(read_grid(written(world, tmp_path, task)), tmp_path / task)
+        counts.append(len(calls))
+    assert counts == [1, 2]  # texts are the same for both seeds, images are drawn by seed
 
 
 def test_what_has_a_record_is_not_done_again(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ OF_THE_CELL = {"model", "target", "ratio", "method", "seed", "layout", "device"}
 SETTINGS = {
     f.name: f.default for f in dataclasses.fields(Settings) if f.name not in OF_THE_CELL and not f.name.startswith("target_")
 } | {"evaluation_size": AUTO, "evaluation_batches": AUTO}
-SHARED = {"title": str, "task": str, "seeds": list, "models": (list, dict), "settings": dict}
+SHARED = {"task": str, "seeds": list, "models": (list, dict), "settings": dict}
 OF_A_TABLE = {"target": str, "ratios": list, "methods": list, "data": list, "vary": dict}
 
 
@@ -63,7 +63,8 @@ class Run:
     def base_key(self) -> str:
         """Runs that agree in this are judged against the same dense model on the same batches."""
         of_base = {name: getattr(self.settings, name) for name in ("model", "dtype", "seq_len", "batch_size")}
-        return jsonio.fingerprint([of_base, dataclasses.asdict(self.judging), self.seed])
+        drawn = self.seed if self.task == "image" else None
+        return jsonio.fingerprint([of_base, dataclasses.asdict(self.judging), drawn])
 
     def __str__(self) -> str:
         seed = "" if self.seed is None else f" seed {self.seed}"
@@ -93,7 +94,6 @@ class Cell:
 @dataclass(frozen=True)
 class Table:
     number: str
-    title: str
     task: str
     cells: tuple[Cell, ...]
 
@@ -120,10 +120,7 @@ class Grid:
         return sorted(runs.values(), key=lambda r: (models.index(r.settings.model), seeds.index(r.seed), r.choice_key))
 
     def to_json(self) -> dict[str, Any]:
-        tables = [
-            {"number": t.number, "title": t.title, "task": t.task, "cells": [cell.to_json() for cell in t.cells]}
-            for t in self.tables
-        ]
+        tables = [{"number": t.number, "task": t.task, "cells": [cell.to_json() for cell in t.cells]} for t in self.tables]
         return {"grid": self.name, "tables": tables}
 
 
@@ -201,7 +198,7 @@ def _table(where: str, section: dict[str, Any], shared: dict[str, Any]) -> Table
         for ratio in _listed(where, "ratios", of("ratios"), (int, float))
         for setting in varied
     ]
-    return Table(number, str(of("title", "")), task, tuple(cells))
+    return Table(number, task, tuple(cells))
 
 
 def _cell(

@@ -107,7 +107,6 @@ class Table:
 
     grid: str
     number: str
-    title: str
     task: str
     cells: tuple[Cell, ...]
 
@@ -140,7 +139,7 @@ def _table(grid: str, fields: dict[str, Any], records: dict[str, Record]) -> Tab
         )
         for cell in fields["cells"]
     )
-    return Table(grid, fields["number"], fields["title"], fields["task"], cells)
+    return Table(grid, fields["number"], fields["task"], cells)
 
 
 def _check_one_base(cell: Cell) -> None:
