@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "experiment.workers": {"errors"},
     "experiment.grid": CORE
     | {"prune", "scores", "watcher", "experiment.results", "experiment.store", "experiment.work", "experiment.workers"},
-    "experiment.commands": STUDY | {"errors", "jsonio", "options", "screen"},
+    "experiment.commands": STUDY | {"card", "errors", "jsonio", "options", "screen"},
     "screen": {"card", "selection", "watcher"},
     "options": {"models", "prune", "units"},
     "cli": CORE

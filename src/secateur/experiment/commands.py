@@ -10,6 +10,7 @@ import typer
 from rich.table import Table as Shown
 
 from secateur import jsonio
+from secateur.card import markdown as table_of
 from secateur.errors import SettingError, not_one_of
 from secateur.experiment.compare import Comparison, against_baseline, compare as compare_cells, summary
 from secateur.experiment.figures import draw
@@ -21,6 +22,7 @@ from secateur.options import AsJson, Device, Trust
 from secateur.screen import GridBars, stderr, stdout
 
 WHERE = "Where to run"
+COLUMNS = ["table", "cell", "method", "pairs", "difference", "bootstrap 95%", "t 95%", "p", "Wilcoxon p", "q", "loss 95%"]
 StoreFolder = Annotated[Path, typer.Argument(help="The store that `secateur grid` wrote.", show_default=False)]
 
 
@@ -111,12 +113,7 @@ def compare(
         found = {"comparisons": [c.to_json() for c in shown], "family": counts.family, "tested": counts.tested}
         print(jsonio.dumps(found, indent=1))
         return
-    table = Shown(
-        "cell", "method", "pairs", "difference", "bootstrap 95%", "t 95%", "p", "Wilcoxon p", "q", "loss, by batch 95%"
-    )
-    for c in shown:
-        table.add_row(*_comparison_row(c))
-    stdout.print(table)
+    print(table_of(COLUMNS, [_comparison_row(c) for c in shown]), end="\n\n")
     n = len(shown)
     stdout.print(
         f"Differences are method minus {LABELS[against]}: of the percent change of perplexity, or of the Top-1 drop in points; "
@@ -129,8 +126,8 @@ def compare(
     )
     stdout.print(
         "With few seeds a bootstrap interval is too narrow and the t interval is to be trusted; five pairs cannot bring "
-        "Wilcoxon's p below 0.0625. The last column is about these very selections: how surely the evaluation batches tell "
-        "them apart, not how another seed would choose."
+        "Wilcoxon's p below 0.0625. The last column is about the loss, with an interval over evaluation batches: how surely "
+        "these very selections are told apart, not how another seed would choose."
     )
 
 
@@ -141,6 +138,7 @@ def _comparison_row(c: Comparison) -> list[str]:
         return f"{interval[0] * scale:+.{digits}f} to {interval[1] * scale:+.{digits}f}"
 
     return [
+        ", ".join(c.tables),
         str(c.cell),
         LABELS[c.method],
         f"{result.n}/{c.planned}",

@@ -19,9 +19,9 @@ GREY = {
     "wanda": ("0.88", "++", "1", ":"),
     "taylor": ("0.75", "--", "2", ":"),
     "fisher": ("0.65", "oo", "3", ":"),
-    "greedy": ("0.70", "//", "s", "--"),
-    "ucb": ("0.15", "", "o", "-"),
-    "ts": ("0.45", "\\\\", "^", "-."),
+    "greedy": ("0.78", "//", "s", "--"),
+    "ucb": ("0.30", "", "o", "-"),
+    "ts": ("0.55", "\\\\", "^", "-."),
 }  # shade of a bar, hatch, marker, dash
 CHANGE = {"text": "perplexity change (%)", "image": "Top-1 drop (percentage points)"}
 FORMATS = ("svg", "png")
@@ -190,7 +190,7 @@ def _pipeline(plt: Any) -> Any:
         box = plt.Rectangle((x + 0.05, y), 0.86, 0.58, facecolor="0.92" if inside else "1.0", edgecolor="black")
         axes.add_patch(box)
         axes.text(x + 0.48, y + 0.43, name, ha="center", va="center", weight="bold")
-        axes.text(x + 0.48, y + 0.2, words, ha="center", va="center", fontsize=7.5)
+        axes.text(x + 0.48, y + 0.2, words, ha="center", va="center", fontsize=6.8)
     arrow = {"arrowstyle": "-|>", "color": "black"}
     for (x0, y0), (x1, y1) in pairwise(places):
         if y0 == y1:
