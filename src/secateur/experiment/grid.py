@@ -49,6 +49,7 @@ class Run:
     settings: Settings
     judging: Judging
     seed: int | None  # None: neither the choice nor the judgement depends on one
+    varied: str = ""  # what an ablation says of it
 
     @cached_property
     def key(self) -> str:
@@ -68,7 +69,8 @@ class Run:
 
     def __str__(self) -> str:
         seed = "" if self.seed is None else f" seed {self.seed}"
-        return f"{self.model} {self.settings.target} {self.settings.ratio:g} {self.settings.method}{seed} on {self.data}"
+        what = f"{self.settings.target} {self.settings.ratio:g} {self.settings.method}"
+        return f"{self.model} {what}{self.varied}{seed} on {self.data}"
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ def _cell(
     settings: dict[str, dict[str, Any]],
 ) -> Cell:
     name = DATA_NAMES.get(Path(data).name.lower(), Path(data).name)
+    varied = "".join(f" {setting} {value}" for setting, value in vary.items())
     runs: dict[str, dict[int | None, Run]] = {}
     for method, given in settings.items():
         wanted = given | vary
@@ -226,7 +229,7 @@ def _cell(
             shown = None if method not in SEEDED and task == "text" else seed
             chosen = Settings(model, target, ratio, method, chooser, layout=NONE, **wanted).for_task(task)
             chosen.check()
-            runs[method][shown] = Run(label, name, task, _without_what_is_not_used(chosen), judging, shown)
+            runs[method][shown] = Run(label, name, task, _without_what_is_not_used(chosen), judging, shown, varied)
     return Cell(name, label, target, ratio, vary, runs)
 
 
