@@ -448,7 +448,7 @@ def test_the_help_of_a_command_lists_each_of_its_options_once(
     parameters: Any = typer.main.get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
     options = [max(parameter.opts, key=len) for parameter in parameters if parameter.opts[0].startswith("-")]
     listed = re.findall(r"^\W{1,6}(--[a-z-]+)", ran.out, re.MULTILINE)
-    assert len(options) >= 5
+    assert options
     assert sorted(listed) == sorted({*options, "--help"})
 
 

@@ -48,7 +48,7 @@ def fill(folder: Path, name: str, fields_of: Fill) -> None:
 
 def usual(i: int) -> Fields:
     losses = {"batch_losses": [1.0 + i, 2.0, 3.0], "loss": 2.0}
-    about = {"model_digest": "m", "data_digest": f"d{i}", "total_params": 5_717_416, "candidates": 36, "units": [{}] * 4}
+    about = {"model_digest": "m", "data_digest": "d", "total_params": 5_717_416, "candidates": 36, "units": [{}] * 4}
     cost = {"pulls": 0, "forwards": 0, "score_passes": 0, "selection_seconds": 1.0, "total_seconds": 2.0}
     return (
         {"status": "done", "dense": dict(losses), "pruned": dict(losses), "zeroed_percent": 3.4522, "unit_ratio": 1 / 9}
