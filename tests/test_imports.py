@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"prune", "scores", "watcher", "experiment.results", "experiment.store", "experiment.work", "experiment.workers"},
     "experiment.commands": STUDY | {"card", "errors", "jsonio", "options", "screen"},
     "screen": {"card", "selection", "watcher"},
-    "options": {"models", "prune", "units"},
+    "options": {"cut", "errors", "models", "prune", "units"},
     "cli": CORE
     | MODEL
     | {

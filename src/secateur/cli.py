@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
-import math
 import os
 import signal
 import sys
@@ -21,9 +19,9 @@ from secateur.accounting import effective_parameters, total_parameters, zeroed_p
 from secateur.bench import DEFAULT_MODELS, compare_pulls, compare_selection, markdown, open_model as open_bench_model
 from secateur.card import goal_sentence
 from secateur.checkpoint import check_shard_size
-from secateur.cut import check_cut, check_cut_place, check_repair, compare, cut
+from secateur.cut import check_cut, check_cut_place, compare, cut
 from secateur.data import BUILTIN
-from secateur.errors import OutputError, SecateurError, SelectionError, SettingError, not_one_of
+from secateur.errors import OutputError, SecateurError, SelectionError, not_one_of
 from secateur.evaluate import evaluate as evaluate_model
 from secateur.experiment import commands
 from secateur.families import anatomy, candidate_units, family_of, task_of
@@ -72,12 +70,16 @@ from secateur.options import (
     Temperature,
     Trust,
     UcbC,
+    gibibytes,
+    lanes_of,
+    repair_form_of,
 )
 from secateur.prune import (
     AUTO,
     Judging,
     Settings,
     check_place,
+    check_record_place,
     check_selection,
     choose_units,
     judge,
@@ -89,7 +91,7 @@ from secateur.prune import (
     refuse_other_selection,
     run_settings,
 )
-from secateur.screen import Bars, show_cut, show_evaluation, show_measurement, show_units, stderr, stdout
+from secateur.screen import Bars, show_cut, show_evaluation, show_measurement, show_units, stderr, stdout, without_batch_losses
 from secateur.selection import Selection
 from secateur.surgery import FREE, LAYOUTS
 from secateur.units import TARGETS, n_selected
@@ -177,16 +179,16 @@ def prune(
             data=data,
             evaluation_size=evaluation_size,
             evaluation_batches=evaluation_batches,
-            repair=_form(repair_form) if repair else "",
+            repair=repair_form_of(repair_form) if repair else "",
             measuring=measure,
-            cache_memory=_gibibytes(cache_memory),
-            lanes=_lanes(lanes),
+            cache_memory=gibibytes(cache_memory),
+            lanes=lanes_of(lanes),
             trust_remote_code=trust_remote_code,
             watcher=watcher,
         )
     if as_json:
-        more = {"cut": _without_batch_losses(result.cut)} if result.cut else {}
-        print(jsonio.dumps(_without_batch_losses(result.record) | more, indent=1))
+        more = {"cut": without_batch_losses(result.cut)} if result.cut else {}
+        print(jsonio.dumps(without_batch_losses(result.record) | more, indent=1))
         return
     show_evaluation(result.record, result.cut)
     show_units(result.selection)
@@ -232,7 +234,7 @@ def select(
     """Choose units and write them to a file; `evaluate` judges them."""
     settings = make_settings(**{name: value for name, value in locals().items() if name in SETTINGS})
     settings.check()
-    machine: dict[str, Any] = {"cache_memory": _gibibytes(cache_memory), "lanes": _lanes(lanes)}
+    machine: dict[str, Any] = {"cache_memory": gibibytes(cache_memory), "lanes": lanes_of(lanes)}
     if out.is_dir():
         raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'selection.json'}.")
     check_place(out.absolute().parent)
@@ -291,7 +293,7 @@ def shrink(
 ) -> None:
     """Cut the units of a selection out of a model, prove that it computes what the masked one does, and write it."""
     chosen = Selection.load(selection)
-    form = _form(repair_form) if repair else ""
+    form = repair_form_of(repair_form) if repair else ""
     check_place(out)
     check_cut_place(out, form)
     check_shard_size(max_shard_size)
@@ -413,7 +415,7 @@ def evaluate(
     judging.check()
     what = {"model": model, "selection": str(selection) if selection else None, "data": data}
     if out:
-        _check_record_place(out, what)
+        check_record_place(out, what)
     with Bars() as watcher:
         network, processor, settings = open_model(settings, trust_remote_code=trust_remote_code, watcher=watcher)
         if chosen:
@@ -430,7 +432,7 @@ def evaluate(
     if out:
         jsonio.write_text(out, jsonio.dumps(record, indent=1) + "\n")
     if as_json:
-        print(jsonio.dumps(_without_batch_losses(record), indent=1))
+        print(jsonio.dumps(without_batch_losses(record), indent=1))
     else:
         show_evaluation(record)
 
@@ -517,7 +519,7 @@ def bench(
     ] = None,
 ) -> None:
     """How fast damage is measured on this machine, against calling the model twice for every measurement."""
-    options = {"cache_memory": _gibibytes(cache_memory), "stack": stack, "lanes": _lanes(lanes)}
+    options = {"cache_memory": gibibytes(cache_memory), "stack": stack, "lanes": lanes_of(lanes)}
     if target not in TARGETS:
         raise not_one_of("target", target, TARGETS)
     if json_file:
@@ -540,50 +542,6 @@ def bench(
     stdout.print(markdown(rows))
     if json_file:
         jsonio.write_text(json_file, jsonio.dumps({"rows": [row.to_json() for row in rows]}, indent=1) + "\n")
-
-
-def _check_record_place(out: Path, same: dict[str, Any]) -> None:
-    """Refuse, before any work, a place for an evaluation that is a folder or holds something other than this evaluation."""
-    check_place(out.absolute().parent)
-    if out.is_dir():
-        raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'evaluation.json'}.")
-    try:
-        there = json.loads(out.read_text(encoding="utf-8")) if out.exists() else same
-        ours = {name: there.get(name) for name in same} == same
-    except (OSError, ValueError, AttributeError):
-        ours = False
-    if not ours:
-        raise OutputError(f"{out} holds something else and is not overwritten; choose another place with -o.")
-
-
-def _form(form: str) -> str:
-    form = form.replace("-", " ")
-    check_repair(form)
-    return form
-
-
-def _lanes(lanes: int) -> int | None:
-    if lanes != AUTO and lanes < 1:
-        raise SettingError(f"The lanes are {lanes}, but must be at least 1.")
-    return None if lanes == AUTO else lanes
-
-
-def _gibibytes(memory: float) -> int | None:
-    if memory == AUTO:
-        return None
-    if not 0 <= memory < math.inf:
-        raise SettingError(f"The cache memory is {memory} GiB, but must be a finite number, 0 or more.")
-    return int(memory * 2**30)
-
-
-def _without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
-    """What is printed leaves out the long lists; the files have them."""
-    short = {
-        side: {name: value for name, value in record[side].items() if name != "batch_losses"}
-        for side in ("dense", "pruned", "masked", "shrunk")
-        if side in record
-    }
-    return record | short
 
 
 for command in (commands.grid, commands.compare, commands.tables, commands.figures):

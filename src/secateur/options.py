@@ -1,13 +1,16 @@
-"""What the commands can be told, in the order in which `--help` lists it."""
+"""What the commands can be told, in the order in which `--help` lists it, and what some of it stands for."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
 
+from secateur.cut import check_repair
+from secateur.errors import SettingError
 from secateur.models import DTYPES
-from secateur.prune import METHODS, SCREENS
+from secateur.prune import AUTO, METHODS, SCREENS
 from secateur.units import TARGETS
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
@@ -160,3 +163,23 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings along.", rich_help_panel=MACHINE)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=MACHINE)]
+
+
+def repair_form_of(form: str) -> str:
+    form = form.replace("-", " ")
+    check_repair(form)
+    return form
+
+
+def lanes_of(lanes: int) -> int | None:
+    if lanes != AUTO and lanes < 1:
+        raise SettingError(f"The lanes are {lanes}, but must be at least 1.")
+    return None if lanes == AUTO else lanes
+
+
+def gibibytes(memory: float) -> int | None:
+    if memory == AUTO:
+        return None
+    if not 0 <= memory < math.inf:
+        raise SettingError(f"The cache memory is {memory} GiB, but must be a finite number, 0 or more.")
+    return int(memory * 2**30)

@@ -492,6 +492,20 @@ def check_place(path: Path) -> None:
         raise OutputError(f"Cannot write to {path}: {place} is not a folder that can be written. Choose another place.")
 
 
+def check_record_place(out: Path, same: dict[str, Any]) -> None:
+    """Refuse, before any work, a place for an evaluation that is a folder or holds something other than this evaluation."""
+    check_place(out.absolute().parent)
+    if out.is_dir():
+        raise OutputError(f"{out} is a folder; name the file to write, such as {out / 'evaluation.json'}.")
+    try:
+        there = json.loads(out.read_text(encoding="utf-8")) if out.exists() else same
+        ours = {name: there.get(name) for name in same} == same
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise OutputError(f"{out} holds something else and is not overwritten; choose another place with -o.")
+
+
 def run_settings(model: nn.Module, settings: Settings, calibration: Batches) -> dict[str, Any]:
     """The settings and the digests of model and data: two runs that agree in these choose the same units."""
     fields = dataclasses.asdict(settings) | {"device": str(next(model.parameters()).device)}

@@ -160,3 +160,13 @@ def _signed(value: Any, form: str, sign: str) -> str:
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     return f"{round(seconds)} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def without_batch_losses(record: dict[str, Any]) -> dict[str, Any]:
+    """What is printed leaves out the long lists; the files have them."""
+    short = {
+        side: {name: value for name, value in record[side].items() if name != "batch_losses"}
+        for side in ("dense", "pruned", "masked", "shrunk")
+        if side in record
+    }
+    return record | short

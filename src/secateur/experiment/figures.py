@@ -10,7 +10,7 @@ from typing import Any
 
 from secateur import jsonio
 from secateur.errors import MissingExtra
-from secateur.experiment.results import LABELS, Cell, Table, cells_of
+from secateur.experiment.results import LABELS, Cell, Table, cells_of, slug
 
 ADAPTIVE = ("greedy", "ucb", "ts")
 GREY = {
@@ -70,7 +70,7 @@ def _figures(tables: Sequence[Table]) -> Iterable[tuple[str, Callable[[Any], Any
         for place in dict.fromkeys(_place(cell) for cell in of_setting):
             cells = [cell for cell in of_setting if _place(cell) == place]
             several = len({_place(cell) for cell in of_setting}) > 1
-            name = f"ablation-{setting.replace('_', '-')}" + (f"-{_slug(' '.join(place[:3]))}" if several else "")
+            name = f"ablation-{setting.replace('_', '-')}" + (f"-{slug(' '.join(place[:3]))}" if several else "")
             ticks = [str(cell.vary[setting]) for cell in cells]
             title = f"{place[0]}, {place[2]}, {place[3]:.0%} on {place[1]}"
             yield name, _curves(cells, ticks, setting.replace("_", " "), title)
@@ -82,7 +82,7 @@ def _lines_over_ratios(name: str, cells: list[Cell], words: str) -> Iterable[tup
         of_model = [cell for cell in cells if cell.model == model]
         ticks = [f"{cell.ratio * 100:g}" for cell in of_model]
         title = f"{model} on {of_model[0].data}"
-        yield name if len(models) == 1 else f"{name}-{_slug(model)}", _curves(of_model, ticks, words, title)
+        yield name if len(models) == 1 else f"{name}-{slug(model)}", _curves(of_model, ticks, words, title)
 
 
 def _curves(cells: Sequence[Cell], ticks: Sequence[str], words: str, title: str) -> Callable[[Any], Any]:
@@ -163,10 +163,6 @@ def _place(cell: Cell) -> tuple[str, str, str, float]:
     return cell.model, cell.data, cell.target, cell.ratio
 
 
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in ".-" else "-" for c in name).strip("-")
-
-
 STAGES = (
     ("pretrained model", "heads and MLP groups\nare the candidates U"),
     ("active pool", "2√|R| of those that remain,\ndrawn by seed"),
@@ -184,7 +180,7 @@ def _pipeline(plt: Any) -> Any:
     picture, axes = plt.subplots(figsize=(9.2, 3.4))
     axes.set(xlim=(0, 4.1), ylim=(0.1, 2.35))
     axes.axis("off")
-    places = [(i % 4, 1.5 if i < 4 else 0.35) if i < 4 else (7 - i, 0.35) for i in range(8)]
+    places = [*((i, 1.5) for i in range(4)), *((i, 0.35) for i in reversed(range(4)))]
     for (x, y), (name, words) in zip(places, STAGES, strict=True):
         inside = 0 < STAGES.index((name, words)) < 6
         box = plt.Rectangle((x + 0.05, y), 0.86, 0.58, facecolor="0.92" if inside else "1.0", edgecolor="black")

@@ -168,3 +168,8 @@ def cells_of(tables: Iterable[Table], *numbers: str) -> Iterator[Cell]:
 def _of_seed(runs: dict[str, Record | None], seed: str) -> str | None:
     """The seed under which a method has its run for a seed: a static method's one run stands for all."""
     return seed if seed in runs else EVERY if EVERY in runs else None
+
+
+def slug(name: str) -> str:
+    """A name as a part of a file's name."""
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in name).strip("-")

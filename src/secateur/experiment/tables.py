@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from secateur.experiment.compare import HIGHLIGHTED, LANGUAGE, compare, summary
 from secateur.experiment.paper import KEYS, paper_row
-from secateur.experiment.results import BANDITS, LABELS, Cell, Spread, Table, cells_of, figure
+from secateur.experiment.results import BANDITS, LABELS, Cell, Spread, Table, cells_of, figure, slug
 
 MISSING, FAILED = "missing", "NaN/failure"
 KINDS = {"head": "Head", "mlp": "MLP group", "kv_group": "K/V group"}
@@ -350,7 +350,7 @@ def _long(number: str, cells: Iterable[Cell], names: tuple[str, ...], columns: d
 
 def _rendered(number: str, columns: list[str], rows: list[Row], of: str = "") -> Rendered:
     own = not any(paper_row(number, *row.key) for row in rows)
-    suffix = f"-{_slug(of)}" if of and own else ""
+    suffix = f"-{slug(of)}" if of and own else ""
     title = TITLES[number] + (f" ({of})" if of else "")
     return Rendered(number, f"table{number}{suffix}", title, columns, rows, list(NOTES.get(number, [])))
 
@@ -429,10 +429,6 @@ def _millions(count: int) -> str:
 def _range(low: float, high: float, form: str) -> str:
     ends = form.format(low), form.format(high)
     return ends[0] if ends[0] == ends[1] else "-".join(ends)
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in ".-" else "-" for c in name).strip("-")
 
 
 # Beside the paper
