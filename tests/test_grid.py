@@ -199,6 +199,22 @@ def test_a_grid_without_a_table_or_a_file_is_refused(tmp_path: Path) -> None:
 # The runs
 
 
+def test_the_time_left_is_told_by_what_runs_of_the_kind_took(world: World, tmp_path: Path) -> None:
+    run_grid(read_grid(written(world, tmp_path)), tmp_path / "store")
+    records = list(read_store(tmp_path / "store")[0].values())
+    further = read_grid(written(world, tmp_path, change=lambda text: text.replace("seeds = [1, 2]", "seeds = [1, 2, 3]")))
+    told: list[GridProgress] = []
+    run_grid(further, tmp_path / "store", progress=told.append)
+    assert told[0].left == 6
+
+    def mean(method: str) -> float:
+        seconds = [record["total_seconds"] for record in records if record["settings"]["method"] == method]
+        return sum(seconds) / len(seconds)
+
+    # random, greedy (which has no pool), and the bandits with the pool by rule and with two others.
+    assert told[0].seconds_left == pytest.approx(mean("random") + mean("greedy") + 3 * mean("ucb") + mean("ts"))
+
+
 @pytest.mark.parametrize("task", ["text", "image"])
 def test_every_run_has_a_record_that_says_all_of_it(world: World, tmp_path: Path, task: str) -> None:
     grid = read_grid(written(world, tmp_path, task))

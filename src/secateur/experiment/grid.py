@@ -10,7 +10,7 @@ import dataclasses
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -328,16 +328,21 @@ def run_grid(
         kept = {run.key: store.records[run.key] for run in grid.runs if run.key in store.records}
         again = {key for key, record in kept.items() if retry_failed and "dense" not in record}
         todo = [run for run in grid.runs if run.key not in kept or run.key in again]
-        state = _State(store, len(grid.runs), [r for key, r in kept.items() if key not in again], todo)
+        state = _State(store, [r for key, r in kept.items() if key not in again], todo)
         tasks = [list(runs) for _, runs in groupby(todo, key=lambda run: (run.choice_key, run.seed))]
         options = {"grid": grid.name, "device": device, "trust_remote_code": trust_remote_code}
         problems: dict[tuple[str, ...], str] = {}  # by what could not be had
         progress(state.progress(""))
 
         def prepare(runs: list[Run]) -> Task | None:
-            return None if _needs(runs) in problems else state.task(runs) | options
+            if _needs(runs) in problems:
+                state.back(runs)  # where its worker was lost
+                return None
+            state.begun(runs)
+            return state.task(runs) | options
 
         for runs, outcome in perform_all(tasks, prepare, where or Where()):
+            state.back(runs)
             if problem := outcome.get("problem"):
                 problems[_needs(runs)] = problem
                 continue
@@ -355,16 +360,15 @@ class _State:
     """What the driver knows while a grid runs."""
 
     store: Store
-    planned: int
     before: list[Record]
     todo: list[Run]
-    started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.failed = sum(record["status"] == "failed" for record in self.before)
         self.done = len(self.before) - self.failed
-        self._worked = 0.0
         self._waiting = {run.key: run for run in self.todo}
+        self._since: dict[str, float] = {}  # when the tasks that are being done were begun
+        self._lanes = 1  # tasks that have been under way at once
 
     @property
     def left(self) -> int:
@@ -395,28 +399,50 @@ class _State:
             ],
         }
 
+    def begun(self, runs: Sequence[Run]) -> None:
+        self._since[runs[0].key] = time.monotonic()
+        self._lanes = max(self._lanes, len(self._since))
+
+    def back(self, runs: Sequence[Run]) -> None:
+        self._since.pop(runs[0].key, None)
+
     def ended(self, run: Run) -> None:
         record = self.store.records[run.key]
         self._waiting.pop(run.key, None)
         self.failed += record["status"] == "failed"
         self.done += record["status"] != "failed"
-        self._worked += record.get("total_seconds", 0.0)
 
     def progress(self, latest: str) -> GridProgress:
         return GridProgress(self.done, self.failed, self.left, self._seconds_left(), latest)
 
     def _seconds_left(self) -> float | None:
-        """By what runs of the same method took, and by how much of such work went into a second so far."""
-        spent: dict[str, list[float]] = {}
-        for record in self.store.records.values():
-            if "total_seconds" in record:
-                spent.setdefault(record["settings"]["method"], []).append(record["total_seconds"])
-        if not spent or not self._worked:
+        """By what runs of the same kind took, less what the tasks under way have had, over as many as go on at once."""
+        records = [record for record in self.store.records.values() if "total_seconds" in record]
+        if not records:
             return None
-        means = {method: sum(seconds) / len(seconds) for method, seconds in spent.items()}
-        usual = sum(means.values()) / len(means)
-        work = sum(means.get(run.settings.method, usual) for run in self._waiting.values())
-        return work * (time.monotonic() - self.started) / self._worked
+        spent: dict[tuple[str, ...], list[float]] = {}
+        for record in records:
+            for name in ("selection_seconds", "evaluation_seconds"):
+                for kind in _kinds(record["settings"]["method"], record["settings"]["target"], record["model"]):
+                    spent.setdefault((name, *kind), []).append(record[name])
+
+        def usual(run: Run, name: str) -> float:
+            kinds = _kinds(run.settings.method, run.settings.target, run.model)
+            known = next(spent[name, *kind] for kind in reversed(kinds) if (name, *kind) in spent)
+            return sum(known) / len(known)
+
+        choosers = {run.choice_key: run for run in self._waiting.values()}
+        for record in records:
+            choosers.pop(record["choice_key"], None)
+        work = sum(usual(run, "evaluation_seconds") for run in self._waiting.values())
+        work += sum(usual(run, "selection_seconds") for run in choosers.values())
+        under_way = sum(time.monotonic() - since for since in self._since.values())
+        return max(0.0, work - under_way) / self._lanes
+
+
+def _kinds(*names: str) -> list[tuple[str, ...]]:
+    """What runs may have in common, from nothing to all of these."""
+    return [names[:n] for n in range(len(names) + 1)]
 
 
 def _needs(runs: Sequence[Run]) -> tuple[str, ...]:
