@@ -28,9 +28,9 @@ def store(request: pytest.FixtureRequest, world: World, tmp_path: Path, run: Run
 def test_a_plan_says_what_there_is_to_do_and_does_nothing(world: World, tmp_path: Path, run: Run) -> None:  # noqa: F811
     path = written(world, tmp_path)
     ran = run("grid", path, "-o", tmp_path / "store", "--plan")
-    assert ran.code == 0 and "14 runs in all: Tiny 14." in ran.out
+    assert ran.code == 0 and "14 runs in all: Tiny 14; 14 left." in ran.out
     shown = run("grid", path, "-o", tmp_path / "store", "--plan", "--json").document
-    assert [table["number"] for table in shown["tables"]] == ["4", "ablation"]
+    assert [table["number"] for table in shown["tables"]] == ["4", "ablation"] and len(shown["left"]) == 14
     assert not (tmp_path / "store").exists()
 
 
@@ -41,6 +41,7 @@ def test_a_grid_says_how_far_it_is_and_how_it_ended(world: World, tmp_path: Path
     assert ran.out.startswith("14 runs done, 0 failed, 0 left. Records: ")
     lines = ran.err.splitlines()
     assert len(lines) == 15 and lines[0].startswith("0 done, 0 failed, 14 left")
+    assert "14 runs in all: Tiny 14; 0 left." in run(*command, "--plan").out
     assert "Tiny head 0.3" in lines[-1] and "(14 done, 0 failed, 0 left, about 0 s left)" in lines[-1]
     assert run(*command, "--json").document == {"done": 14, "failed": 0, "left": 0, "problems": []}
 

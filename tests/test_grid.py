@@ -21,6 +21,7 @@ from secateur.experiment import work, workers
 from secateur.experiment.grid import Grid, GridResult, read_grid, run_grid
 from secateur.experiment.results import read_tables
 from secateur.experiment.store import RECORDS, Store, read_store
+from secateur.experiment.tables import render
 from secateur.experiment.workers import Where
 from secateur.prune import METHODS, choose_units, judge
 from secateur.watcher import GridProgress
@@ -142,6 +143,8 @@ def test_the_choices_of_table_7_are_those_of_table_4() -> None:
 def test_a_static_method_of_texts_is_run_once_and_one_of_images_is_chosen_once(world: World, tmp_path: Path) -> None:
     text = read_grid(written(world, tmp_path)).runs
     assert [run.seed for run in text if run.settings.method == "magnitude"] == [None]
+    other = read_grid(written(world, tmp_path, change=lambda text: text.replace("[1, 2]", "[42, 1]"))).runs
+    assert {run.key for run in text if run.seed is None} == {run.key for run in other if run.seed is None}
     images = [run for run in read_grid(written(world, tmp_path, "image")).runs if run.settings.method == "magnitude"]
     assert [run.seed for run in images] == [1, 2]
     assert len({run.choice_key for run in images}) == 1
@@ -161,7 +164,10 @@ def test_settings_that_a_method_does_not_use_make_no_second_run(world: World, tm
         (('"ucb", "ts"]', '"ucb", "thompson"]'), "method of table 4 is 'thompson'"),
         (('"fisher"', '"fischer"'), "Did you mean 'fisher'"),
         (('target = "head"', 'target = "heads"'), "target is 'heads'.*Did you mean 'head'"),
-        (('number = "4"', 'number = "5"'), "number of table 5 is '5'"),
+        (('number = "4"', 'number = "5"'), "number of table 5, whose task is 'text', is '5'"),
+        (('number = "4"', 'number = "9"'), "number of table 9, whose task is 'text', is '9'"),
+        (('number = "4"', 'number = "4"\ngreedy = { evaluation_batches = 2 }'), "must be judged alike"),
+        (('number = "4"', 'number = "4"\nucb = { batch_size = 2 }'), "must be judged alike"),
         (('task = "text"', 'task = "texts"'), "task of table 4 is 'texts'.*Did you mean 'text'"),
         (("ratios = [0.3]", "ratios = [1.3]"), "ratio is 1.3"),
         (("ratios = [0.3]", 'ratios = ["0.3"]'), "ratios of table 4 is"),
@@ -389,7 +395,105 @@ def test_a_store_of_other_weights_is_not_added_to(world: World, tmp_path: Path) 
     assert (result.left, len(result.problems)) == (2, 1) and "other weights" in result.problems[0]
 
 
+def test_a_store_chosen_by_other_data_is_not_added_to(world: World, tmp_path: Path) -> None:
+    first = written(world, tmp_path, change=lambda text: text.replace('"random", ', ""))
+    run_grid(read_grid(first), tmp_path / "store")
+    texts = next(path for path in world.text.iterdir() if path.name.startswith("train"))
+    kept = texts.read_bytes()
+    try:
+        texts.write_bytes(kept[len(kept) // 3 :])
+        work._here = work.Workplace()
+        result = run_grid(read_grid(written(world, tmp_path)), tmp_path / "store")
+    finally:
+        texts.write_bytes(kept)
+    assert (result.left, len(result.problems)) == (2, 1) and "by other texts or images" in result.problems[0]
+
+
+def test_a_dense_model_that_cannot_be_evaluated_is_a_failed_record_and_no_end(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*given: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(work, "evaluate", too_large)
+    grid = read_grid(written(world, tmp_path))
+    assert run_grid(grid, tmp_path / "store") == GridResult(0, len(grid.runs), 0)
+    assert all("not enough memory" in record["reason"] for record in read_store(tmp_path / "store")[0].values())
+    monkeypatch.setattr(work, "evaluate", evaluate)
+    assert run_grid(grid, tmp_path / "store", retry_failed=True) == GridResult(len(grid.runs), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("dense", {"nonfinite_batches": 1}, "the dense model's loss is not finite on 1 of"),
+        ("ppl_change_percent", float("inf"), "ppl_change_percent is not finite"),
+    ],
+)
+def test_a_change_that_is_not_finite_is_a_failed_run(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, reason: str
+) -> None:
+    def burst(*given: Any, **more: Any) -> dict[str, Any]:
+        found = judge(*given, **more)
+        return found | {field: found[field] | value if isinstance(value, dict) else value}
+
+    monkeypatch.setattr(work, "judge", burst)
+    grid = read_grid(written(world, tmp_path))
+    assert run_grid(grid, tmp_path / "store").failed == len(grid.runs)
+    assert all(record["reason"].startswith(reason) for record in read_store(tmp_path / "store")[0].values())
+    assert render(read_tables(tmp_path / "store"))
+
+
+def test_passes_that_a_screen_takes_are_counted(world: World, tmp_path: Path) -> None:
+    screened = '[settings]\nscreen = 4\nscreen_by = "fisher"'
+    grid = read_grid(written(world, tmp_path, change=lambda text: text.replace("[settings]", screened)))
+    run_grid(grid, tmp_path / "store")
+    records, _ = read_store(tmp_path / "store")
+    for run in grid.runs:
+        assert (records[run.key]["score_passes"] > 0) == (run.settings.method in ("fisher", "greedy", "ucb", "ts"))
+
+
 # Many at once
+
+
+class FakePool:
+    """Workers that die as they start, or never come, or answer at once."""
+
+    share: dict[str, Any] = {}  # noqa: RUF012 - it stays empty
+
+    def __init__(self, *fates: str) -> None:
+        self.room, self._fates, self.closed = len(fates), iter(fates), False
+
+    def start(self) -> tuple[str, str]:
+        fate = next(self._fates, "dies")
+        return fate, f"{fate} {id(object())}"
+
+    def tell(self, worker: str, task: dict[str, Any]) -> str:
+        return f"{worker} {task['n']}"
+
+    def first(self, awaited: Any) -> str:
+        return next(answer for answer in awaited if not answer.startswith("never"))
+
+    def answer(self, worker: str, awaited: str) -> dict[str, Any]:
+        if worker == "dies":
+            raise workers._LostError("exit code 1")
+        return {"records": [awaited]}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_no_task_waits_for_a_worker_that_does_not_come() -> None:
+    pool = FakePool("never", "works")
+    done = [item for item, _ in workers._in_pool([1, 2, 3], lambda n: {"n": n}, pool)]
+    assert done == [1, 2, 3] and pool.closed
+
+
+def test_workers_that_all_die_as_they_start_end_the_grid() -> None:
+    pool = FakePool("dies", "dies")
+    with pytest.raises(SettingError, match="die as they start, the last one with exit code 1"):
+        list(workers._in_pool([1, 2, 3], lambda n: {"n": n}, pool))
+    assert pool.closed
 
 
 def test_two_processes_make_the_records_that_one_does(world: World, tmp_path: Path) -> None:
@@ -464,9 +568,8 @@ def test_a_grid_on_a_ray_cluster_survives_the_loss_of_a_worker_and_makes_the_sam
         deadline = time.monotonic() + 240
         while process.poll() is None and time.monotonic() < deadline:
             if not killed:
-                busy = [
-                    p for p in psutil.Process(process.pid).children(recursive=True) if _title(p).startswith("ray::_perform")
-                ]
+                children = psutil.Process(process.pid).children(recursive=True)
+                busy = [child for child in children if _title(child).startswith("ray::_Actor.perform")]
                 if busy:
                     busy[0].kill()
                     killed.append(busy[0].pid)

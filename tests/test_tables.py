@@ -9,6 +9,7 @@ import re
 import statistics
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from secateur.experiment.compare import against_baseline, compare, summary
 from secateur.experiment.figures import draw
 from secateur.experiment.grid import Cell, read_grid
 from secateur.experiment.paper import KEYS, paper_row, spread_of
-from secateur.experiment.results import LABELS, Table, read_tables
+from secateur.experiment.results import LABELS, Spread, Table, read_tables
 from secateur.experiment.store import Store
-from secateur.experiment.tables import Rendered, comma_separated, latex, markdown, render
+from secateur.experiment.tables import Rendered, comma_separated, latex, markdown, render, shown
 
 RUNS = Path(__file__).parents[1] / "runs"
 STANDARD = (-1.2649110640673518, -0.6324555320336759, 0.0, 0.6324555320336759, 1.2649110640673518)  # mean 0, deviation 1
@@ -228,6 +229,12 @@ def test_table_3_has_the_papers_shares(text_tables: list[Table]) -> None:
         assert (ours["Model"], ours["Target"]) == (theirs["Model"], theirs["Target"])
 
 
+def test_table_3_has_the_papers_range_where_methods_take_heads_of_other_widths(image_tables: list[Table]) -> None:
+    found = {ours["Model"]: (ours, theirs) for ours, theirs in pairs(by_number(image_tables, "3"))}
+    ours, theirs = found["Swin-Tiny"]
+    assert ours["Effective zeroed params"] == theirs["Effective zeroed params"]
+
+
 def test_table_11_counts_28_of_a_family_of_all_language_tests(text_tables: list[Table]) -> None:
     rendered = by_number(text_tables, "11")
     values = {row.cells[0]: row.cells[1] for row in rendered.rows}
@@ -296,7 +303,11 @@ def test_cells_without_a_run_say_so_and_no_value_is_made_up(tmp_path: Path) -> N
         "missing",
     ]
     assert second.cells[1:] == ["missing"] * 8
+    assert by_number(tables, "5").rows[0].cells[1:] == ["missing", "Magnitude: 1.00%", "missing"]
     assert by_number(tables, "5").rows[1].cells[1:] == ["missing"] * 3
+    costs = {row.cells[0]: row.cells[1] for row in by_number(tables, "B1").rows}
+    assert (costs["MAB-UCB"], costs["MAB-TS"], costs["Magnitude"]) == ("0 [2 of 35 runs]", "missing", "0 [1 of 7 runs]")
+    assert by_number(tables, "11").rows[0].cells[1] == "14 [14 of them without all pairs of seeds]"
     for rendered in render(tables):
         assert "nan" not in comma_separated(rendered).lower().replace("nan/failure", "")
 
@@ -364,7 +375,7 @@ def test_the_same_store_gives_the_same_bytes(image_tables: list[Table], tmp_path
 
 def test_an_ablation_has_its_table_and_its_figure(tmp_path: Path) -> None:
     def fields(cell: Cell, method: str, i: int) -> Fields:
-        return {"ppl_change_percent": len(str(cell.vary)) + i / 10, "pulls": 32}
+        return {"ppl_change_percent": len(str(cell.vary)) + i / 10, "pulls": 10 * len(method)}
 
     fill(tmp_path / "store", "ablations", fields)
     tables = read_tables(tmp_path / "store")
@@ -375,6 +386,7 @@ def test_an_ablation_has_its_table_and_its_figure(tmp_path: Path) -> None:
     assert [rendered.name for rendered in render(tables)] == names
     rows = next(r for r in render(tables) if r.name == "ablation-screen-by").rows
     assert [row.cells[0] for row in rows] == ["none", "magnitude", "fisher"]
+    assert rows[0].cells[-3:] == ["60", "30", "20"]  # greedy, UCB, TS
     drawn_names = [path.stem for path in draw(tables, tmp_path / "out") if path.suffix == ".svg"]
     assert drawn_names == ["figure1", *names]
 
@@ -388,3 +400,17 @@ def test_a_figure_of_failed_runs_says_so_and_draws_no_bar(tmp_path: Path) -> Non
     fill(tmp_path / "store", "table8", fields)
     (path,) = [p for p in draw(read_tables(tmp_path / "store"), tmp_path / "out") if p.name == "figure3.svg"]
     assert "4/5" in path.read_text()
+
+
+def test_runs_that_are_missing_are_told_from_those_that_failed() -> None:
+    spread = Spread(mean=1.0, deviation=None, valid=3, ended=4, planned=5)
+    assert shown(spread, 2, "%") == "1.00% (3/4) [4 of 5 runs]"
+    assert shown(spread, 2, "%", count_failed=False) == "1.00% [4 of 5 runs]"
+
+
+def test_an_ablation_at_two_ratios_has_two_figures(tmp_path: Path) -> None:
+    fill(tmp_path / "store", "ablations", lambda cell, method, i: {"ppl_change_percent": 1.0 + i})
+    first = read_tables(tmp_path / "store")[0]
+    twice = replace(first, cells=(*first.cells, *(replace(cell, ratio=0.5) for cell in first.cells)))
+    names = [path.stem for path in draw([twice], tmp_path / "out") if path.suffix == ".svg"]
+    assert names == ["figure1", *(f"ablation-temperature-gpt2-WikiText-2-head-{ratio}" for ratio in (0.1, 0.5))]

@@ -16,6 +16,7 @@ from secateur.experiment.compare import Comparison, against_baseline, compare as
 from secateur.experiment.figures import draw
 from secateur.experiment.grid import Grid, read_grid, run_grid
 from secateur.experiment.results import LABELS, read_tables
+from secateur.experiment.store import RECORDS, read_store
 from secateur.experiment.tables import FORMS, markdown, render
 from secateur.experiment.workers import Where
 from secateur.options import AsJson, Device, Trust
@@ -57,7 +58,7 @@ def grid(
     where = Where(workers, ray, cpus_per_run, gpus_per_run, threads)
     wanted = read_grid(file)
     if plan:
-        _show_plan(wanted, as_json)
+        _show_plan(wanted, out, as_json)
         return
     with GridBars(len(wanted.runs)) as bars:
         result = run_grid(
@@ -81,18 +82,21 @@ def grid(
         raise typer.Exit(2)
 
 
-def _show_plan(wanted: Grid, as_json: bool) -> None:
+def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
+    ended = read_store(store, stderr.print)[0] if (store / RECORDS).exists() else {}
+    left = {run.key for run in wanted.runs} - set(ended)
     if as_json:
-        print(jsonio.dumps(wanted.to_json(), indent=1))
+        print(jsonio.dumps(wanted.to_json() | {"left": sorted(left)}, indent=1))
         return
-    shown = Shown("table", "cells", "methods", "runs")
+    shown = Shown("table", "cells", "methods", "runs", "left")
     for table in wanted.tables:
         methods = dict.fromkeys(method for cell in table.cells for method in cell.runs)
         keys = {run.key for cell in table.cells for runs in cell.runs.values() for run in runs.values()}
-        shown.add_row(table.number, str(len(table.cells)), ", ".join(methods), str(len(keys)))
+        shown.add_row(table.number, str(len(table.cells)), ", ".join(methods), str(len(keys)), str(len(keys & left)))
     stdout.print(shown)
     models = Counter(run.model for run in wanted.runs)
-    stdout.print(f"{len(wanted.runs)} runs in all: " + ", ".join(f"{model} {n}" for model, n in models.items()) + ".")
+    told = ", ".join(f"{model} {n}" for model, n in models.items())
+    stdout.print(f"{len(wanted.runs)} runs in all: {told}; {len(left)} left.")
 
 
 def compare(

@@ -70,7 +70,7 @@ def _figures(tables: Sequence[Table]) -> Iterable[tuple[str, Callable[[Any], Any
         for place in dict.fromkeys(_place(cell) for cell in of_setting):
             cells = [cell for cell in of_setting if _place(cell) == place]
             several = len({_place(cell) for cell in of_setting}) > 1
-            name = f"ablation-{setting.replace('_', '-')}" + (f"-{slug(' '.join(place[:3]))}" if several else "")
+            name = f"ablation-{setting.replace('_', '-')}" + (f"-{slug(' '.join(map(str, place)))}" if several else "")
             ticks = [str(cell.vary[setting]) for cell in cells]
             title = f"{place[0]}, {place[2]}, {place[3]:.0%} on {place[1]}"
             yield name, _curves(cells, ticks, setting.replace("_", " "), title)

@@ -26,10 +26,11 @@ from secateur.prune import AUTO, METHODS, NONE, Judging, Settings
 from secateur.scores import STATIC_METHODS
 from secateur.watcher import GridProgress
 
-TABLES = ("4", "6", "7", "8", "9", "10", "ablation")  # the shapes a table can have: the paper's, and ours
-TASKS = ("text", "image")
+# The shapes a table can have, by its task: the paper's, and ours.
+TABLES = {"text": ("4", "6", "7", "10", "ablation"), "image": ("8", "9", "ablation")}
 DATA_NAMES = {"wikitext2": "WikiText-2", "lambada": "LAMBADA", "imagenette": "Imagenette", "imagenette2-320": "Imagenette"}
 SEEDED = ("random", "greedy", "ucb", "ts")  # methods whose choice depends on the seed; the others are run once
+ANY_SEED = 1  # where a choice depends on none
 
 OF_THE_CELL = {"model", "target", "ratio", "method", "seed", "layout", "device"}
 SETTINGS = {
@@ -170,10 +171,10 @@ def _table(where: str, section: dict[str, Any], shared: dict[str, Any]) -> Table
         return value
 
     number, task = of("number"), of("task")
-    if number not in TABLES:
-        raise not_one_of(f"number of {where}", number, TABLES)
-    if task not in TASKS:
-        raise not_one_of(f"task of {where}", task, TASKS)
+    if task not in TABLES:
+        raise not_one_of(f"task of {where}", task, TABLES)
+    if number not in TABLES[task]:
+        raise not_one_of(f"number of {where}, whose task is {task!r},", number, TABLES[task])
     settings = {**shared.get("settings", {}), **section.get("settings", {})}
     per_method = {method: {**shared.get(method, {}), **section.get(method, {})} for method in METHODS}
     for of_method in (settings, *per_method.values()):
@@ -225,11 +226,17 @@ def _cell(
         runs[method] = {}
         for seed in seeds:
             # Images are drawn by seed and texts are not: a static choice is judged anew for every seed, or once and for all.
-            chooser = seed if method in SEEDED else seeds[0]
+            chooser = seed if method in SEEDED else seeds[0] if task == "image" else ANY_SEED
             shown = None if method not in SEEDED and task == "text" else seed
             chosen = Settings(model, target, ratio, method, chooser, layout=NONE, **wanted).for_task(task)
             chosen.check()
             runs[method][shown] = Run(label, name, task, _without_what_is_not_used(chosen), judging, shown, varied)
+    bases = {(task == "image" and run.seed, run.base_key) for of_method in runs.values() for run in of_method.values()}
+    if len(bases) > len({seed for seed, _ in bases}):
+        raise SettingError(
+            "the methods of a table must be judged alike: give batch_size, seq_len, dtype, evaluation_size and "
+            "evaluation_batches for all of them, not for one."
+        )
     return Cell(name, label, target, ratio, vary, runs)
 
 
@@ -376,13 +383,15 @@ class _State:
 
     def task(self, runs: Sequence[Run]) -> Task:
         """What a worker is told, with whatever the store already knows of the choice and of the dense model."""
-        first = runs[0]
+        first, settings = runs[0], plain_settings(runs[0].settings)
         records = [record for record in self.store.records.values() if "dense" in record]
         choice = next((r for r in records if r["choice_key"] == first.choice_key), None)
+        calibrated = (r for r in records if _calibration(r["settings"], first.task) == _calibration(settings, first.task))
         known = ("units", "pulls", "forwards", "nonfinite_pulls", "score_passes", "selection_seconds", "model_digest")
         return {
             "task": first.task,
-            "settings": plain_settings(first.settings),
+            "settings": settings,
+            "calibration_digest": next((r["calibration_digest"] for r in calibrated), None),
             "choice_key": first.choice_key,
             "choice": {name: choice[name] for name in known} if choice else None,
             "runs": [
@@ -446,8 +455,16 @@ def _kinds(*names: str) -> list[tuple[str, ...]]:
 
 
 def _needs(runs: Sequence[Run]) -> tuple[str, ...]:
-    """The model and the data that a task cannot be begun without."""
-    return runs[0].settings.model, runs[0].settings.calibration, *sorted({run.judging.data for run in runs})
+    """The model and the data that a task cannot be begun without, and the form it wants them in."""
+    settings = runs[0].settings
+    form = (settings.dtype, str(settings.seq_len), str(settings.batch_size))
+    return settings.model, *form, settings.calibration, *sorted({run.judging.data for run in runs})
+
+
+def _calibration(settings: Mapping[str, Any], task: str) -> list[Any]:
+    """Settings that agree in this choose by the same data."""
+    names = ["model", "calibration", "calibration_size", "seq_len", *(["seed"] if task == "image" else [])]
+    return [settings[name] for name in names]
 
 
 def _base(record: Record) -> dict[str, Any]:

@@ -70,8 +70,9 @@ def batch_interval(
 ) -> tuple[float, Interval]:
     """The mean difference of losses over batches and its interval, for the selections at hand: one row of batches a seed.
 
-    It says how well the evaluation data tell two given selections apart, not how the next seed would choose. Seeds that are
-    judged on the same batches are averaged batch by batch first; their losses are not independent.
+    It says how well the evaluation data tell two given selections apart, not how the next seed would choose. Seeds are not
+    independent in this: those judged on the same batches are averaged batch by batch first, and those with batches of their
+    own drew them from one set, so that their standard errors are averaged and not reduced by their number.
     """
     rows = [np.asarray(row, dtype=float) for row in differences]
     if same_batches and len({len(row) for row in rows}) == 1:
@@ -79,8 +80,8 @@ def batch_interval(
     mean = float(np.mean([row.mean() for row in rows])) if rows else math.nan
     if not rows or any(len(row) < 2 for row in rows):
         return mean, (math.nan, math.nan)
-    error = math.sqrt(sum(float(row.var(ddof=1)) / len(row) for row in rows)) / len(rows)
-    half = float(_scipy_stats().t.ppf(0.5 + LEVEL / 2, sum(len(row) - 1 for row in rows))) * error
+    error = float(np.mean([row.std(ddof=1) / math.sqrt(len(row)) for row in rows]))
+    half = float(_scipy_stats().t.ppf(0.5 + LEVEL / 2, min(len(row) for row in rows) - 1)) * error
     return mean, (mean - half, mean + half)
 
 

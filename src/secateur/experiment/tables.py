@@ -109,14 +109,21 @@ def _best(tables: Sequence[Table]) -> Iterable[Rendered]:
     """Table 5: the better bandit against the best of the others."""
     rows = []
     for cell in cells_of(tables, "4"):
-        ranked = {m: s for m in cell.runs if (s := cell.spread(m, cell.metric)) and s.valid and not s.missing}
-        ours = min((m for m in ranked if m in BANDITS), key=lambda m: ranked[m].mean, default=None)
-        theirs = min((m for m in ranked if m not in BANDITS), key=lambda m: ranked[m].mean, default=None)
-        shown = [MISSING if m is None else f"{LABELS[m]}: {percent(ranked[m])}" for m in (ours, theirs)]
-        better = f"{ranked[theirs].mean - ranked[ours].mean:.2f} percentage points" if ours and theirs else MISSING
+        spreads = {m: s for m in cell.runs if (s := cell.spread(m, cell.metric))}
+        ours = _least({m: s for m, s in spreads.items() if m in BANDITS})
+        theirs = _least({m: s for m, s in spreads.items() if m not in BANDITS})
+        shown = [MISSING if m is None else f"{LABELS[m]}: {percent(spreads[m])}" for m in (ours, theirs)]
+        better = f"{spreads[theirs].mean - spreads[ours].mean:.2f} percentage points" if ours and theirs else MISSING
         rows.append(Row((cell.model,), [cell.model, *shown, better]))
     if rows:
         yield _rendered("5", ["Model", "Best MAB", "Best non-MAB baseline", "MAB advantage over best non-MAB"], rows)
+
+
+def _least(spreads: dict[str, Spread]) -> str | None:
+    """The method of the least mean; none while any of them lacks runs, since that one might be it."""
+    if any(spread.missing for spread in spreads.values()):
+        return None
+    return min((m for m, s in spreads.items() if s.valid), key=lambda m: spreads[m].mean, default=None)
 
 
 def _by_ratio(tables: Sequence[Table]) -> Iterable[Rendered]:
@@ -169,8 +176,7 @@ def _sensitivity(tables: Sequence[Table]) -> Iterable[Rendered]:
                 assert spread
                 about = [_share(cell, method), _zeroed(cell, method)]
                 valid = f"{spread.valid}/{spread.ended}" if spread.ended else MISSING
-                counted = spread.valid or spread.ended  # failed runs have a column of their own here
-                change = percent(replace(spread, ended=counted, planned=counted + spread.missing))
+                change = shown(spread, 2, "%", count_failed=False)  # which have a column of their own here
                 rows.append(Row((_ratio(cell), LABELS[method], model), [_ratio(cell), *about, LABELS[method], change, valid]))
         columns = [
             "Ratio",
@@ -216,32 +222,36 @@ def _vision_details(tables: Sequence[Table]) -> Iterable[Rendered]:
 
 
 def _accounting(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table 3: what the units of each cell amount to, a range where methods differ."""
-    rows: dict[tuple[str, ...], Row] = {}
+    """Table 3: what the units of each place amount to, a range where methods differ in their means."""
+    places: dict[tuple[str, ...], list[Cell]] = {}
     for cell in (cell for table in tables for cell in table.cells if not cell.vary):
-        records = [record for record in cell.records() if "zeroed_percent" in record]
-        if not records:
-            continue
-        percents = [figure(record, "zeroed_percent") for record in records]
-        total, low, high = int(records[0]["total_params"]), min(percents), max(percents)
-        image = cell.task == "image"
-        target = {"head": "attention heads"}.get(cell.target, cell.target) if image else KINDS.get(cell.target, cell.target)
-        ratio = f"{cell.ratio:.2f}" if image else _ratio(cell)
+        if any("zeroed_percent" in record for record in cell.records()):
+            image = cell.task == "image"
+            target = {"head": "attention heads"}.get(cell.target, cell.target) if image else KINDS.get(cell.target, cell.target)
+            places.setdefault((cell.model, target, f"{cell.ratio:.2f}" if image else _ratio(cell)), []).append(cell)
+    rows = []
+    for place, cells_there in places.items():
+        by_method = [
+            [record for record in cell.records(method) if "zeroed_percent" in record]
+            for cell in cells_there
+            for method in cell.runs
+        ]
+        percents = [statistics.fmean(figure(r, "zeroed_percent") for r in records) for records in by_method if records]
+        low, high = min(percents), max(percents)
+        total = int(next(record for records in by_method for record in records)["total_params"])
         cells = [
-            cell.model,
-            target,
-            ratio,
-            _share(cell),
+            *place,
+            _share(cells_there[0]),
             _millions(total),
             _range(low, high, "{:.4f}%"),
             _range(total * low / 1e8, total * high / 1e8, "{:.2f}M"),
             _range(total * (1 - high / 100) / 1e6, total * (1 - low / 100) / 1e6, "{:.2f}M"),
         ]
-        rows.setdefault((cell.model, target, ratio), Row((cell.model, target, ratio), cells))
+        rows.append(Row(place, cells))
     if rows:
         columns = ["Model", "Target", "Nominal prune ratio", "Actual unit ratio", "Nominal params before"]
         columns += ["Effective zeroed params", "Approx. params zeroed", "Approx. active params after"]
-        yield _rendered("3", columns, list(rows.values()))
+        yield _rendered("3", columns, rows)
 
 
 def _significance(tables: Sequence[Table]) -> Iterable[Rendered]:
@@ -252,9 +262,11 @@ def _significance(tables: Sequence[Table]) -> Iterable[Rendered]:
     if not highlighted:
         return
     counts, n = summary(highlighted, family), len(highlighted)
+    short = sum(c.result.n < c.planned for c in highlighted)
+    lacking = f" [{short} of them without all pairs of seeds]" if short else ""
     size = f"{counts.family}-test family" + ("" if counts.tested == counts.family else f", {counts.tested} tested")
     rows = [
-        Row(("Highlighted MAB vs greedy rows",), ["Highlighted MAB vs greedy rows", str(n)]),
+        Row(("Highlighted MAB vs greedy rows",), ["Highlighted MAB vs greedy rows", str(n) + lacking]),
         Row(("Bootstrap 95% CI excludes zero",), ["Bootstrap 95% CI excludes zero", f"{counts.bootstrap}/{n}"]),
         Row(("t 95% CI excludes zero",), ["t 95% CI excludes zero", f"{counts.t_interval}/{n}"]),
         Row(("Paired p < 0.05",), ["Paired p < 0.05", f"{counts.p}/{n}"]),
@@ -278,7 +290,9 @@ def _cost(tables: Sequence[Table]) -> Iterable[Rendered]:
             return statistics.fmean(figure(record, name) for record in records)
 
         passes = mean("forwards") + mean("score_passes")
-        cells_of_row = [f"{mean('pulls'):.0f}", f"{passes:.1f}", f"{mean('selection_seconds'):.2f}"]
+        planned = sum(len(cell.runs.get(method, {})) for cell in cells)
+        lacking = f" [{len(records)} of {planned} runs]" if len(records) < planned else ""
+        cells_of_row = [f"{mean('pulls'):.0f}{lacking}", f"{passes:.1f}", f"{mean('selection_seconds'):.2f}"]
         cells_of_row += [f"{mean('total_seconds'):.2f}", f"{mean('candidates'):.1f}"]
         rows.append(Row((LABELS[method],), [LABELS[method], *cells_of_row]))
     if rows:
@@ -299,12 +313,12 @@ def _ablations(tables: Sequence[Table]) -> Iterable[Rendered]:
             values = [
                 percent(s) if cell.task == "text" else shown(s, 4) for s in (cell.spread(m, cell.metric) for m in methods)
             ]
-            evals = _evals(cell, next((m for m in methods if m in BANDITS), methods[0]))
-            rows.append(Row((str(cell),), [*about, str(cell.vary[name]), *values, evals]))
+            evals = [_evals(cell, method) for method in methods]
+            rows.append(Row((str(cell),), [*about, str(cell.vary[name]), *values, *evals]))
         what = "change of perplexity" if varied[0].task == "text" else "change of Top-1"
         words = name.replace("_", " ")
         columns = [*(["Model", "Dataset", "Target", "Ratio"] if several else []), words.capitalize()]
-        columns += [*(LABELS[m] for m in methods), "Evals"]
+        columns += [*(LABELS[m] for m in methods), *(f"{LABELS[m]} evals" for m in methods)]
         where = "" if several else f" ({replace(varied[0], vary={})})"
         yield Rendered("ablation", f"ablation-{name.replace('_', '-')}", f"Ablation of {words}: {what}{where}", columns, rows)
 
@@ -360,7 +374,7 @@ def _methods(cells: Iterable[Cell]) -> list[str]:
     return [method for method in LABELS if method in there]
 
 
-def shown(spread: Spread | None, digits: int, unit: str = "") -> str:
+def shown(spread: Spread | None, digits: int, unit: str = "", *, count_failed: bool = True) -> str:
     """A mean with its deviation, and what is to be said of runs that failed or are not there."""
     if spread is None:
         return ""
@@ -372,7 +386,7 @@ def shown(spread: Spread | None, digits: int, unit: str = "") -> str:
     if spread.deviation:
         text += f" ± {spread.deviation:.{digits}f}"
     text += unit
-    if spread.valid < spread.ended:
+    if count_failed and spread.valid < spread.ended:
         text += f" ({spread.valid}/{spread.ended})"
     return text + (f" [{spread.ended} of {spread.planned} runs]" if spread.missing else "")
 

@@ -6,6 +6,7 @@ A worker keeps the model it loaded last, with its batches and what the dense mod
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import re
@@ -23,6 +24,7 @@ from secateur.damage import free_memory
 from secateur.data import Batches, Source, check_apart
 from secateur.errors import SecateurError, SettingError, first_line
 from secateur.evaluate import Evaluation, evaluate
+from secateur.experiment.results import IMAGE_METRIC, TEXT_METRIC
 from secateur.experiment.store import Record
 from secateur.families import task_of
 from secateur.losses import device_of
@@ -122,12 +124,19 @@ def perform(task: Task) -> dict[str, Any]:
             raise SettingError(
                 f"The store chose units of {asked.model} with other weights than are here; choose another store."
             )
+        if (task["calibration_digest"] or source.digest) != source.digest:
+            raise SettingError(
+                f"The store chose units of {asked.model} by other texts or images than {asked.calibration} has now; choose "
+                "another store with -o, or put back what was there."
+            )
     except SecateurError as error:
         return {"problem": str(error)}
+    except Exception as error:  # such as too little memory for the dense model
+        return _failed(task, error)
     try:
         choice = task["choice"] or _choose(model, _here.batches(*calibrating), settings, task)
     except Exception as error:
-        return {"records": [failed_record(task, i, _reason(error)) for i in range(len(judged))]}
+        return _failed(task, error)
     about = {
         "model_digest": _here.digest,
         "calibration_digest": source.digest,
@@ -144,14 +153,24 @@ def perform(task: Task) -> dict[str, Any]:
             continue
         seconds = time.perf_counter() - started
         spent = {"evaluation_seconds": seconds, "total_seconds": choice["selection_seconds"] + seconds}
-        pruned = found["pruned"]
-        status: dict[str, Any] = {"status": "done"}
-        if pruned["nonfinite_batches"]:
-            reason = f"the loss is not finite on {pruned['nonfinite_batches']} of {len(pruned['batch_losses'])} batches"
-            status = {"status": "failed", "reason": reason}
+        reason = _not_finite(found)
+        status = {"status": "failed", "reason": reason} if reason else {"status": "done"}
         about["data_digest"] = batches.source.digest
         records.append(_record(task, i) | status | found | choice | spent | about)
     return {"records": [jsonio.to_json(record) for record in records]}
+
+
+def _failed(task: Task, error: Exception) -> dict[str, Any]:
+    return {"records": [failed_record(task, i, _reason(error)) for i in range(len(task["runs"]))]}
+
+
+def _not_finite(found: dict[str, Any]) -> str:
+    """What is not finite in a judgement; empty where all of it is."""
+    for name, what in (("pruned", "the loss"), ("dense", "the dense model's loss")):
+        if bad := found[name]["nonfinite_batches"]:
+            return f"{what} is not finite on {bad} of {len(found[name]['batch_losses'])} batches"
+    changes = {name: found[name] for name in (TEXT_METRIC, IMAGE_METRIC, "delta_loss") if name in found}
+    return next((f"{name} is not finite" for name, value in changes.items() if not math.isfinite(float(value))), "")
 
 
 def failed_record(task: Task, i: int, reason: str) -> Record:
@@ -181,7 +200,7 @@ def _choose(model: nn.Module, calibration: Batches, settings: Settings, task: Ta
     share = task.get("memory_share") or 1
     memory = int(free_memory(device_of(model)) / 2 * share) if share < 1 else None
     selection = choose_units(model, calibration, settings, cache_memory=memory)
-    scored = settings.method in ("wanda", "taylor", "fisher")
+    scored = settings.method in ("wanda", "taylor", "fisher") or (settings.screen > 0 and settings.screen_by == "fisher")
     return {
         "units": [unit.to_json() for unit in selection.units],
         "pulls": selection.pulls,

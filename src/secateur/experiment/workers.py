@@ -10,11 +10,10 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from secateur.errors import MissingExtra, SettingError, first_line
 
@@ -51,11 +50,13 @@ def perform_all(tasks: Sequence[Item], prepare: Prepare[Item], where: Where) -> 
 
     A task is prepared when its turn comes, and not before; one that need not be done after all is None then.
     """
+    if not tasks:
+        return
     if where.ray:
         with contextlib.redirect_stdout(sys.stderr):  # Ray's own messages are no result
-            yield from _on_ray(tasks, prepare, where)
+            yield from _in_pool(tasks, prepare, _Cluster(where))
     elif where.workers:
-        yield from _in_processes(tasks, prepare, where)
+        yield from _in_pool(tasks, prepare, _Processes(where))
     else:
         for item in tasks:
             if task := prepare(item):
@@ -67,51 +68,112 @@ def _perform(work: str, task: Task) -> Outcome:
     return outcome
 
 
-# Processes
+# Workers
 
 
-def _in_processes(tasks: Sequence[Item], prepare: Prepare[Item], where: Where) -> Iterator[tuple[Item, Outcome]]:
-    count = min(where.workers, len(tasks))
-    share = {"threads": where.threads or max(1, _cores() // where.workers), "memory_share": 1 / where.workers}
+class _LostError(Exception):
+    """A worker died; the message says how."""
+
+
+class _Pool(Protocol):
+    """Workers of one kind. What start and tell return stands for the answer to come, and is used up by it."""
+
+    room: int
+    share: Task  # what each worker is told besides its task
+
+    def start(self) -> tuple[Any, Any]: ...  # a worker, and its word that it is there
+    def tell(self, worker: Any, task: Task) -> Any: ...
+    def first(self, awaited: Iterable[Any]) -> Any: ...  # of the answers, one that has come
+    def answer(self, worker: Any, awaited: Any) -> Outcome: ...  # or a _LostError
+    def close(self) -> None: ...
+
+
+def _in_pool(tasks: Sequence[Item], prepare: Prepare[Item], pool: _Pool) -> Iterator[tuple[Item, Outcome]]:
+    """A task goes to a worker that has said it is there: none waits for one that a cluster has no room for."""
     waiting = list(tasks)[::-1]
     tries: Counter[int] = Counter()
-    idle = [_Worker() for _ in range(count)]
-    busy: dict[Connection, tuple[_Worker, Item]] = {}
-    try:
-        while waiting or busy:
+    idle: list[Any] = []
+    busy: dict[Any, tuple[Any, Item | None]] = {}  # by the answer: the worker, and what it does; None: it is starting
+    stillborn = 0  # workers in a row that died before they were there
+
+    def start() -> None:
+        worker, awaited = pool.start()
+        busy[awaited] = worker, None
+
+    with contextlib.closing(pool):
+        for _ in range(min(pool.room, len(tasks))):
+            start()
+        while True:
             while waiting and idle:
                 item = waiting.pop()
                 if task := prepare(item):
-                    worker = idle.pop()
                     tries[id(item)] += 1
-                    busy[worker.connection] = worker, item
-                    with contextlib.suppress(OSError):  # one that died meanwhile is found out below
-                        worker.connection.send(task | share)
-            for connection in wait(list(busy)) if busy else ():
-                assert isinstance(connection, Connection)
-                worker, item = busy.pop(connection)
-                try:
-                    outcome = connection.recv()
-                except (EOFError, OSError):
-                    code = worker.stop()
-                    idle.append(_Worker())
-                    if tries[id(item)] < TRIES:
-                        waiting.append(item)
-                    else:
-                        yield item, {"lost": f"its worker was lost {TRIES} times, the last time with exit code {code}"}
-                    continue
-                idle.append(worker)
-                yield item, outcome
-    finally:
-        for worker in [*idle, *(worker for worker, _ in busy.values())]:
+                    worker = idle.pop()
+                    busy[pool.tell(worker, task | pool.share)] = worker, item
+            if not waiting and all(item is None for _, item in busy.values()):
+                return
+            awaited = pool.first(busy)
+            worker, done = busy.pop(awaited)
+            try:
+                outcome = pool.answer(worker, awaited)
+            except _LostError as lost:
+                start()
+                if done is None:
+                    stillborn += 1
+                    if stillborn == TRIES:
+                        raise SettingError(f"The workers die as they start, the last one with {lost}.") from lost
+                elif tries[id(done)] < TRIES:
+                    waiting.append(done)
+                else:
+                    yield done, {"lost": f"its worker was lost {TRIES} times, the last time with {lost}"}
+                continue
+            idle.append(worker)
+            if done is None:
+                stillborn = 0
+            else:
+                yield done, outcome
+
+
+class _Processes:
+    """Processes of this machine."""
+
+    def __init__(self, where: Where) -> None:
+        self.room = where.workers
+        self.share = {"threads": where.threads or max(1, _cores() // where.workers), "memory_share": 1 / where.workers}
+        self._workers: list[_Process] = []
+
+    def start(self) -> tuple[_Process, Connection]:
+        self._workers.append(_Process())
+        return self._workers[-1], self._workers[-1].connection
+
+    def tell(self, worker: _Process, task: Task) -> Connection:
+        with contextlib.suppress(OSError):  # one that died meanwhile does not answer
+            worker.connection.send(task)
+        return worker.connection
+
+    def first(self, awaited: Iterable[Connection]) -> Connection:
+        connection = wait(list(awaited))[0]
+        assert isinstance(connection, Connection)
+        return connection
+
+    def answer(self, worker: _Process, awaited: Connection) -> Outcome:
+        try:
+            outcome: Outcome = awaited.recv()
+        except (EOFError, OSError) as error:
+            self._workers.remove(worker)
+            raise _LostError(f"exit code {worker.stop()}") from error
+        return outcome
+
+    def close(self) -> None:
+        for worker in self._workers:
             worker.stop()
 
 
-class _Worker:
+class _Process:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would take torch's threads along, and they do not survive it
         self.connection, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_serve, args=(WORK, theirs), daemon=True)
+        self._process = context.Process(target=_serve, args=(WORK, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -128,6 +190,7 @@ class _Worker:
 def _serve(work: str, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver is told, and stops its workers
     with contextlib.suppress(EOFError, BrokenPipeError):
+        connection.send({})
         while True:
             connection.send(_perform(work, connection.recv()))
 
@@ -136,54 +199,75 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Ray
+class _Cluster:
+    """Actors on a Ray cluster. Ray's plain tasks would have to load a model anew for each run that takes a GPU."""
+
+    def __init__(self, where: Where) -> None:
+        self._ray = ray = _joined(where.ray)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        needs = [(name, wanted) for name, wanted in (("CPU", where.cpus), ("GPU", where.gpus)) if wanted]
+        slots = [min((int(there.get(name, 0) // wanted) for name, wanted in needs), default=1) for there in nodes]
+        self.room = sum(slots)
+        if not self.room:
+            ray.shutdown()
+            most = " and ".join(f"{max((n.get(name, 0) for n in nodes), default=0):g} {name}s" for name in ("CPU", "GPU"))
+            raise SettingError(
+                f"A run asks for {where.cpus:g} CPUs and {where.gpus:g} GPUs, and no machine of the cluster has more than "
+                f"{most}; ask for less with --cpus-per-run and --gpus-per-run."
+            )
+        share = min(1.0, where.gpus) if where.gpus else 1 / max(slots)  # of the memory of a GPU, or of a machine
+        self.share = {"threads": where.threads or max(1, int(where.cpus)), "memory_share": share}
+        self._actor = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(_Actor)
+
+    def start(self) -> tuple[Any, Any]:
+        worker = self._actor.remote()
+        return worker, worker.here.remote()
+
+    def tell(self, worker: Any, task: Task) -> Any:
+        return worker.perform.remote(WORK, task)
+
+    def first(self, awaited: Iterable[Any]) -> Any:
+        return self._ray.wait(list(awaited), num_returns=1)[0][0]
+
+    def answer(self, worker: Any, awaited: Any) -> Outcome:
+        try:
+            outcome: Outcome = self._ray.get(awaited)
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(worker)
+            raise _LostError(f"{type(error).__name__}: {first_line(error)}") from error
+        return outcome
+
+    def close(self) -> None:
+        self._ray.shutdown()
 
 
-def _on_ray(tasks: Sequence[Item], prepare: Prepare[Item], where: Where) -> Iterator[tuple[Item, Outcome]]:
+class _Actor:
+    def here(self) -> Outcome:
+        return {}
+
+    def perform(self, work: str, task: Task) -> Outcome:
+        return _perform(work, task)
+
+
+def _joined(address: str) -> Any:
+    """Ray, as part of the cluster at an address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for it to be told
     try:
         import ray
     except ImportError as error:
         raise MissingExtra("ray", "ray", "Running a grid on a Ray cluster") from error
     try:
-        if where.ray == LOCAL:
+        if address == LOCAL:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         else:
-            _knock(where.ray)
-            ray.init(address=where.ray, log_to_driver=False, logging_level="ERROR")
+            _knock(address)
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (RuntimeError, ValueError, OSError) as error:
         raise SettingError(
-            f"No Ray cluster answers at {where.ray!r}: {first_line(error)} Start one with `ray start --head`, or take --ray "
-            "local."
+            f"No Ray cluster answers at {address!r}: {first_line(error)} Start one with `ray start --head`, or take "
+            "--ray local."
         ) from error
-    try:
-        there = ray.cluster_resources()
-        slots = [there.get(name, 0) // wanted for name, wanted in (("CPU", where.cpus), ("GPU", where.gpus)) if wanted]
-        if not (n_slots := int(min(slots, default=1))):
-            raise SettingError(
-                f"A run asks for {where.cpus:g} CPUs and {where.gpus:g} GPUs, and the cluster has {there.get('CPU', 0):g} and "
-                f"{there.get('GPU', 0):g}; ask for less with --cpus-per-run and --gpus-per-run."
-            )
-        share = {"threads": where.threads or max(1, int(where.cpus)), "memory_share": min(1.0, 1 / n_slots)}
-        # Ray gives a task whose worker died to another one; workers live on, and keep what they loaded, from task to task.
-        remote = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus, max_retries=TRIES - 1)(_perform)
-        waiting = list(tasks)[::-1]
-        busy: dict[Any, Item] = {}
-        while waiting or busy:
-            while waiting and len(busy) < n_slots:
-                item = waiting.pop()
-                if task := prepare(item):
-                    busy[remote.remote(WORK, task | share)] = item
-            if not busy:
-                break
-            (ready,), _ = ray.wait(list(busy), num_returns=1)
-            item = busy.pop(ready)
-            try:
-                yield item, ray.get(ready)
-            except ray.exceptions.RayError as error:
-                yield item, {"lost": f"its worker was lost {TRIES} times: {first_line(error)}"}
-    finally:
-        ray.shutdown()
+    return ray
 
 
 def _knock(address: str) -> None:
