@@ -215,7 +215,7 @@ def test_the_time_left_is_told_by_what_runs_of_the_kind_took(world: World, tmp_p
 
     def mean(method: str) -> float:
         seconds = [record["total_seconds"] for record in records if record["settings"]["method"] == method]
-        return sum(seconds) / len(seconds)
+        return float(sum(seconds) / len(seconds))
 
     # random, greedy (which has no pool), and the bandits with the pool by rule and with two others.
     assert told[0].seconds_left == pytest.approx(mean("random") + mean("greedy") + 3 * mean("ucb") + mean("ts"))
@@ -472,7 +472,7 @@ class FakePool:
         return f"{worker} {task['n']}"
 
     def first(self, awaited: Any) -> str:
-        return next(answer for answer in awaited if not answer.startswith("never"))
+        return next(str(answer) for answer in awaited if not answer.startswith("never"))
 
     def answer(self, worker: str, awaited: str) -> dict[str, Any]:
         if worker == "dies":
