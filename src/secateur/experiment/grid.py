@@ -335,7 +335,8 @@ def run_grid(
         kept = {run.key: store.records[run.key] for run in grid.runs if run.key in store.records}
         again = {key for key, record in kept.items() if retry_failed and "dense" not in record}
         todo = [run for run in grid.runs if run.key not in kept or run.key in again]
-        state = _State(store, [r for key, r in kept.items() if key not in again], todo)
+        where = where or Where()
+        state = _State(store, [r for key, r in kept.items() if key not in again], todo, where.workers)
         tasks = [list(runs) for _, runs in groupby(todo, key=lambda run: (run.choice_key, run.seed))]
         options = {"grid": grid.name, "device": device, "trust_remote_code": trust_remote_code}
         problems: dict[tuple[str, ...], str] = {}  # by what could not be had
@@ -348,7 +349,7 @@ def run_grid(
             state.begun(runs)
             return state.task(runs) | options
 
-        for runs, outcome in perform_all(tasks, prepare, where or Where()):
+        for runs, outcome in perform_all(tasks, prepare, where):
             state.back(runs)
             if problem := outcome.get("problem"):
                 problems[_needs(runs)] = problem
@@ -369,13 +370,14 @@ class _State:
     store: Store
     before: list[Record]
     todo: list[Run]
+    workers: int = 0
 
     def __post_init__(self) -> None:
         self.failed = sum(record["status"] == "failed" for record in self.before)
         self.done = len(self.before) - self.failed
         self._waiting = {run.key: run for run in self.todo}
         self._since: dict[str, float] = {}  # when the tasks that are being done were begun
-        self._lanes = 1  # tasks that have been under way at once
+        self._lanes = max(1, self.workers)  # tasks under way at once: as asked for, or as seen on a cluster
 
     @property
     def left(self) -> int:
