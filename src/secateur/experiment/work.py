@@ -24,7 +24,6 @@ from secateur.damage import free_memory
 from secateur.data import Batches, Source, check_apart
 from secateur.errors import SecateurError, SettingError, first_line
 from secateur.evaluate import Evaluation, evaluate
-from secateur.experiment.results import IMAGE_METRIC, TEXT_METRIC
 from secateur.experiment.store import Record
 from secateur.families import task_of
 from secateur.losses import device_of
@@ -35,6 +34,7 @@ from secateur.units import Unit
 
 Task = dict[str, Any]  # the settings of one choice of units, and the runs that judge it
 IMAGE_BYTES = 3 * 224 * 224 * 4
+CHANGES = ("delta_loss", "ppl_change_percent", "delta_top1")  # what tables average
 
 
 class Workplace:
@@ -169,8 +169,8 @@ def _not_finite(found: dict[str, Any]) -> str:
     for name, what in (("pruned", "the loss"), ("dense", "the dense model's loss")):
         if bad := found[name]["nonfinite_batches"]:
             return f"{what} is not finite on {bad} of {len(found[name]['batch_losses'])} batches"
-    changes = {name: found[name] for name in (TEXT_METRIC, IMAGE_METRIC, "delta_loss") if name in found}
-    return next((f"{name} is not finite" for name, value in changes.items() if not math.isfinite(float(value))), "")
+    there = [name for name in CHANGES if name in found]
+    return next((f"{name} is not finite" for name in there if not math.isfinite(float(found[name]))), "")
 
 
 def failed_record(task: Task, i: int, reason: str) -> Record:
