@@ -73,7 +73,8 @@ def _figures(tables: Sequence[Table]) -> Iterable[tuple[str, Callable[[Any], Any
             name = f"ablation-{setting.replace('_', '-')}" + (f"-{slug(' '.join(map(str, place)))}" if several else "")
             ticks = [str(cell.vary[setting]) for cell in cells]
             title = f"{place[0]}, {place[2]}, {place[3]:.0%} on {place[1]}"
-            yield name, _curves(cells, ticks, setting.replace("_", " "), title)
+            numbers = not any(isinstance(cell.vary[setting], str) for cell in cells)  # between words there is nothing
+            yield name, _curves(cells, ticks, setting.replace("_", " "), title, joined=numbers)
 
 
 def _lines_over_ratios(name: str, cells: list[Cell], words: str) -> Iterable[tuple[str, Callable[[Any], Any]]]:
@@ -85,7 +86,9 @@ def _lines_over_ratios(name: str, cells: list[Cell], words: str) -> Iterable[tup
         yield name if len(models) == 1 else f"{name}-{slug(model)}", _curves(of_model, ticks, words, title)
 
 
-def _curves(cells: Sequence[Cell], ticks: Sequence[str], words: str, title: str) -> Callable[[Any], Any]:
+def _curves(
+    cells: Sequence[Cell], ticks: Sequence[str], words: str, title: str, *, joined: bool = True
+) -> Callable[[Any], Any]:
     """Methods over the cells in their order, with the deviation over seeds; failed runs are out, and said so."""
 
     def paint(plt: Any) -> Any:
@@ -102,7 +105,8 @@ def _curves(cells: Sequence[Cell], ticks: Sequence[str], words: str, title: str)
             if points:
                 at, heights, errors = zip(*points, strict=True)
                 color = str(min(0.6, float(shade)))
-                axes.errorbar(at, heights, errors, label=LABELS[method], marker=marker, linestyle=dash, color=color, capsize=2)
+                line = dash if joined else ""
+                axes.errorbar(at, heights, errors, label=LABELS[method], marker=marker, linestyle=line, color=color, capsize=2)
         axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set(xlabel=words, ylabel=CHANGE[cells[0].task], title=title)
