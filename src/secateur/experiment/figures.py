@@ -16,9 +16,9 @@ ADAPTIVE = ("greedy", "ucb", "ts")
 GREY = {
     "random": ("0.92", "..", "x", ":"),
     "magnitude": ("0.80", "xx", "+", ":"),
-    "wanda": ("0.88", "++", "1", ":"),
-    "taylor": ("0.75", "--", "2", ":"),
-    "fisher": ("0.65", "oo", "3", ":"),
+    "wanda": ("0.88", "++", "D", ":"),
+    "taylor": ("0.75", "--", "v", ":"),
+    "fisher": ("0.65", "oo", "P", ":"),
     "greedy": ("0.78", "//", "s", "--"),
     "ucb": ("0.30", "", "o", "-"),
     "ts": ("0.55", "\\\\", "^", "-."),
@@ -93,14 +93,17 @@ def _curves(
 
     def paint(plt: Any) -> Any:
         picture, axes = plt.subplots(figsize=(5.6, 3.4))
-        for method in _drawn(cells, tuple(LABELS)):
+        methods = _drawn(cells, tuple(LABELS))
+        apart = (0.2 if len(cells) > 1 else 0.7) / len(methods)  # so that bars of deviation do not hide each other
+        for n, method in enumerate(methods):
             points = []
             for i, cell in enumerate(cells):
+                place = i + (n - (len(methods) - 1) / 2) * apart
                 height, error, label = _point(cell, method, cell.metric)
                 if height is not None:
-                    points.append((i, height, error))
+                    points.append((place, height, error))
                     if label:
-                        axes.annotate(label, (i, height), textcoords="offset points", xytext=(4, 4), fontsize=7)
+                        axes.annotate(label, (place, height), textcoords="offset points", xytext=(4, 4), fontsize=7)
             shade, _, marker, dash = GREY[method]
             if points:
                 at, heights, errors = zip(*points, strict=True)
