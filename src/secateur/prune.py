@@ -84,6 +84,12 @@ class Settings:
     device: str = "auto"
     dtype: str = "float32"
 
+    @property
+    def scores_batches(self) -> bool:
+        """Whether the method's score, or that of its screen, is taken on calibration batches."""
+        score = self.method if self.method in STATIC_METHODS else self.screen_by if self.screen > 0 else NONE
+        return score in ("wanda", "taylor", "fisher")
+
     def check(self) -> None:
         """Refuse what cannot work before anything is loaded."""
         check_ratio(self.ratio)

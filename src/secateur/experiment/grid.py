@@ -253,7 +253,7 @@ def _without_what_is_not_used(settings: Settings) -> Settings:
         unused += ["pool_size"]
     if not screening:
         unused += ["screen_by"]
-    if settings.method not in ("wanda", "taylor", "fisher") and not (screening and settings.screen_by == "fisher"):
+    if not settings.scores_batches:
         unused += ["score_batches"]
     defaults: dict[str, Any] = {name: SETTINGS[name] for name in unused}
     return dataclasses.replace(settings, **defaults, screen=settings.screen if screening else 0)
@@ -354,8 +354,10 @@ def run_grid(
             if problem := outcome.get("problem"):
                 problems[_needs(runs)] = problem
                 continue
-            task = state.task(runs) | options
-            records = outcome.get("records") or [failed_record(task, i, outcome["lost"]) for i in range(len(runs))]
+            records = outcome.get("records")
+            if records is None:
+                task = state.task(runs) | options
+                records = [failed_record(task, i, outcome["lost"]) for i in range(len(runs))]
             for run, record in zip(runs, records, strict=True):
                 store.append(record)
                 state.ended(run)
@@ -377,7 +379,7 @@ class _State:
         self.done = len(self.before) - self.failed
         self._waiting = {run.key: run for run in self.todo}
         self._since: dict[str, float] = {}  # when the tasks that are being done were begun
-        self._lanes = max(1, self.workers)  # tasks under way at once: as asked for, or as seen on a cluster
+        self._at_once = max(1, self.workers)  # tasks under way: as asked for, or as seen on a cluster
 
     @property
     def left(self) -> int:
@@ -412,7 +414,7 @@ class _State:
 
     def begun(self, runs: Sequence[Run]) -> None:
         self._since[runs[0].key] = time.monotonic()
-        self._lanes = max(self._lanes, len(self._since))
+        self._at_once = max(self._at_once, len(self._since))
 
     def back(self, runs: Sequence[Run]) -> None:
         self._since.pop(runs[0].key, None)
@@ -448,7 +450,7 @@ class _State:
         work = sum(usual(run, "evaluation_seconds") for run in self._waiting.values())
         work += sum(usual(run, "selection_seconds") for run in choosers.values())
         under_way = sum(time.monotonic() - since for since in self._since.values())
-        return max(0.0, work - under_way) / self._lanes
+        return max(0.0, work - under_way) / self._at_once
 
 
 def _kinds(*names: str) -> list[tuple[str, ...]]:

@@ -226,9 +226,7 @@ def _accounting(tables: Sequence[Table]) -> Iterable[Rendered]:
     places: dict[tuple[str, ...], list[Cell]] = {}
     for cell in (cell for table in tables for cell in table.cells if not cell.vary):
         if any("zeroed_percent" in record for record in cell.records()):
-            image = cell.task == "image"
-            target = {"head": "attention heads"}.get(cell.target, cell.target) if image else KINDS.get(cell.target, cell.target)
-            places.setdefault((cell.model, target, f"{cell.ratio:.2f}" if image else _ratio(cell)), []).append(cell)
+            places.setdefault((cell.model, *_what(cell)), []).append(cell)
     rows = []
     for place, cells_there in places.items():
         by_method = [
@@ -345,15 +343,13 @@ def _long(number: str, cells: Iterable[Cell], names: tuple[str, ...], columns: d
     """A method of a cell a row: what names it, and its figures."""
     rows = []
     for cell in cells:
-        image = cell.task == "image"
+        target, ratio = _what(cell)
         for method in cell.runs:
             naming = {
                 "Dataset": cell.data,
                 "Model": cell.model,
-                "Target": {"head": "attention heads"}.get(cell.target, cell.target)
-                if image
-                else KINDS.get(cell.target, cell.target),
-                "Ratio": f"{cell.ratio:.2f}" if image else _ratio(cell),
+                "Target": target,
+                "Ratio": ratio,
                 "Method": LABELS[method],
             }
             key = tuple(naming[name] for name in names if name in KEYS[number][0])
@@ -430,6 +426,13 @@ def _note(cell: Cell, method: str) -> str:
     if spread is None or not spread.valid:
         return MISSING if spread is None or not spread.ended else FAILED
     return f"{spread.mean:.0f} evals" if spread.mean else "Static/no selection evals"
+
+
+def _what(cell: Cell) -> tuple[str, str]:
+    """Target and ratio, as the paper writes them for texts and for images."""
+    if cell.task == "image":
+        return {"head": "attention heads"}.get(cell.target, cell.target), f"{cell.ratio:.2f}"
+    return KINDS.get(cell.target, cell.target), _ratio(cell)
 
 
 def _ratio(cell: Cell) -> str:

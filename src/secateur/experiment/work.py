@@ -200,13 +200,12 @@ def _choose(model: nn.Module, calibration: Batches, settings: Settings, task: Ta
     share = task.get("memory_share") or 1
     memory = int(free_memory(device_of(model)) / 2 * share) if share < 1 else None
     selection = choose_units(model, calibration, settings, cache_memory=memory)
-    scored = settings.method in ("wanda", "taylor", "fisher") or (settings.screen > 0 and settings.screen_by == "fisher")
     return {
         "units": [unit.to_json() for unit in selection.units],
         "pulls": selection.pulls,
         "forwards": selection.forwards,
         "nonfinite_pulls": selection.nonfinite_pulls,
-        "score_passes": min(settings.score_batches, len(calibration)) if scored else 0,
+        "score_passes": min(settings.score_batches, len(calibration)) if settings.scores_batches else 0,
         "selection_seconds": time.perf_counter() - started,
     }
 
