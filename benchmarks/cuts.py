@@ -13,10 +13,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from secateur.card import markdown
-from secateur.cut import cut
-from secateur.families import task_of
-from secateur.prune import Judging, load_batches, make_settings, open_model, prune
+from secateur.cut.record import CutRecord, markdown
+from secateur.measure.speed import Measurement
+from secateur.prune import prune
+from secateur.settings import make_job
+from secateur.steps import calibration_of, cut, evaluation_of, open_job
 from secateur.watcher import Watcher
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +36,7 @@ DEIT: dict[str, Any] = {
     "batches_per_pull": 1,
     "score_batches": 32,
 }
-EVALUATION_BATCHES = {"text": 32, "image": -1}  # -1: as many as the task usually has
+EVALUATION_BATCHES = {"text": 32, "image": None}  # None: as many as the task usually has
 UNIFORM = {"layout": "uniform"}
 CUTS: dict[str, dict[str, Any]] = {
     "smollm2-mlp20-uniform": SMOLLM2 | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
@@ -43,10 +44,10 @@ CUTS: dict[str, dict[str, Any]] = {
     "smollm2-heads10-free": SMOLLM2 | {"target": "head", "ratio": 0.1, "method": "fisher"},
     "deit-mlp20-uniform": DEIT | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
     "deit-heads10-free": DEIT | {"target": "head", "ratio": 0.1, "method": "ucb", "pulls_per_step": 64},
-    "deit-params90": DEIT | {"target": "both", "target_params": 0.9, "method": "taylor"},
-    "deit-flops80": DEIT | {"target": "both", "target_flops": 0.8, "method": "taylor"},
-    "deit-latency80": DEIT | {"target": "both", "target_latency": 0.8, "method": "taylor"},
-    "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "target_flops": 0.8, "method": "taylor"},
+    "deit-params90": DEIT | {"target": "both", "keep_params": 0.9, "method": "taylor"},
+    "deit-flops80": DEIT | {"target": "both", "keep_flops": 0.8, "method": "taylor"},
+    "deit-latency80": DEIT | {"target": "both", "keep_latency": 0.8, "method": "taylor"},
+    "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "keep_flops": 0.8, "method": "taylor"},
 }
 
 
@@ -63,75 +64,60 @@ def main() -> None:
         plain, repaired = _cut(settings, given.out / name, measuring=not given.no_measure)
         costs.append(_costs(name, plain, repaired))
         print(costs[-1], flush=True)
-        if plain.get("measurement"):
-            wins += _wins(name, plain)
-    titles = ["cut", "layout", "parameters left", "difference", "dense", "masked", "checkpoint", "repaired", "repair", "target"]
+        if plain.measurement:
+            wins += _wins(name, plain.measurement)
+    titles = ["cut", "layout", "parameters left", "difference", "dense", "zeroed", "checkpoint", "repaired", "repair", "goal"]
     print(markdown(titles, costs))
     if wins:
         print()
         print(markdown(["cut", "work", "dense", "small", "dense/small", "FLOPs dense/small", "gain of FLOPs'"], wins))
 
 
-def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> tuple[CutRecord, CutRecord]:
     """What secateur.json says of the cut, and of the same cut repaired."""
-    most = EVALUATION_BATCHES["text" if "SmolLM2" in asked["model"] else "image"]
-    result = prune(**asked, out=out, evaluation_batches=most, measuring=measuring)
-    model, processor, settings = open_model(make_settings(**asked), trust_remote_code=False, watcher=Watcher())
-    judging = Judging(max_batches=most).for_task(task_of(model), settings.calibration)
-    size = settings.calibration_size
-    calibration = load_batches(model, processor, settings.calibration, settings, split="train", size=size)
-    evaluation = load_batches(
-        model, processor, judging.data, settings, split="test", size=judging.size, most=judging.max_batches
-    )
+    asked = asked | {"evaluation_batches": EVALUATION_BATCHES["text" if "SmolLM2" in asked["model"] else "image"]}
+    result = prune(**asked, out=out, measure=measuring)
+    opened, job = open_job(make_job(**asked, repair="auto", measure=False), Watcher())
     repaired = cut(
-        model,
+        opened,
         result.selection,
         out.with_name(f"{out.name}-repaired"),
-        name=settings.model,
-        calibration=calibration,
-        layout=settings.layout,
-        evaluation=evaluation,
-        judged=result.record,
-        repair="auto",
-        measuring=False,
+        calibration=calibration_of(opened, job.settings, Watcher()),
+        layout=job.settings.layout,
+        evaluation=evaluation_of(opened, job),
+        judgement=result.record.judgement,
+        cutting=job.cutting,
     )
     assert result.cut
     return result.cut, repaired
 
 
-def _costs(name: str, plain: dict[str, Any], repaired: dict[str, Any]) -> list[str]:
-    key = "perplexity" if plain["task"] == "text" else "top1"
-    quality = [f"{float(side[key]):.4f}" for side in (plain["dense"], plain["masked"], plain["shrunk"], repaired["shrunk"])]
-    goal = plain.get("goal")
-    target = ""
+def _costs(name: str, plain: CutRecord, repaired: CutRecord) -> list[str]:
+    key = "perplexity" if plain.task == "text" else "top1"
+    quality = [f"{getattr(side, key):.4f}" for side in (plain.dense, plain.zeroed, plain.shrunk, repaired.shrunk)]
+    goal = plain.goal
+    reached = ""
     if goal:
-        target = f"{goal['what']} {goal['asked']}: {goal['got']:.4f}"
-        target += f", measured {goal['measured']:.3f}" if "measured" in goal else ""
-    left = f"{plain['params']:,} ({plain['params'] / plain['dense_params']:.2%})"
-    difference = f"{plain['proof']['relative']:.1e}"
-    return [name, plain["layout"], left, difference, *quality, repaired["repair"]["form"], target]
+        reached = f"{goal.what} {goal.asked}: {goal.got:.4f}"
+        reached += f", measured {goal.measured:.3f}" if goal.measured is not None else ""
+    left = f"{plain.params:,} ({plain.params / plain.dense_params:.2%})"
+    assert repaired.repair
+    return [name, plain.layout, left, f"{plain.proof.relative:.1e}", *quality, repaired.repair.form, reached]
 
 
-def _wins(name: str, record: dict[str, Any]) -> list[list[str]]:
-    found = record["measurement"]
-    sizes = [
-        [name, what, f"{found[f'dense_{key}'] / 1e6:.1f}", f"{found[f'small_{key}'] / 1e6:.1f}", _ratio(found, key), "", ""]
-        for key, what in (("disk", "MB on disk"), ("memory", "peak MB"))
-        if found.get(f"dense_{key}")
+def _wins(name: str, found: Measurement) -> list[list[str]]:
+    sizes = (("MB on disk", found.dense_disk, found.small_disk), ("peak MB", found.dense_memory, found.small_memory))
+    rows = [
+        [name, what, f"{dense / 1e6:.1f}", f"{small / 1e6:.1f}", f"{dense / small:.3f}", "", ""]
+        for what, dense, small in sizes
+        if dense and small
     ]
-    times = []
-    for timing in found["timings"]:
-        medians = [f"{timing[f'{side}_median']['value']:.1f} ms" for side in ("dense", "small")]
-        speedup = timing["speedup"]
-        shown = f"{speedup['value']:.3f} ({speedup['low']:.3f} to {speedup['high']:.3f})"
-        gain = "-" if timing["gain_share"] is None else f"{timing['gain_share']:.0%}"
-        work = f"{timing['name']}, batch {timing['batch_size']}"
-        times.append([name, work, *medians, shown, f"{timing['flop_ratio']:.3f}", gain])
-    return sizes + times
-
-
-def _ratio(found: dict[str, Any], key: str) -> str:
-    return f"{found[f'dense_{key}'] / found[f'small_{key}']:.3f}"
+    for timing in found.timings:
+        medians = [f"{side.value:.1f} ms" for side in (timing.dense_median, timing.small_median)]
+        shown = "{:.3f} ({:.3f} to {:.3f})".format(*timing.speedup)
+        gain = "-" if timing.gain_share is None else f"{timing.gain_share:.0%}"
+        rows.append([name, f"{timing.name}, batch {timing.batch_size}", *medians, shown, f"{timing.flop_ratio:.3f}", gain])
+    return rows
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from secateur.bench import Row, compare_pulls, compare_selection, markdown, open_model
+from secateur.measure.bench import Row, compare_pulls, compare_selection, markdown, open_model
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = str(ROOT / ".cache" / "SmolLM2-135M-Instruct")

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from secateur.bench import open_model, random_batches
-from secateur.damage import DamageMeter
-from secateur.families import anatomy, candidate_units, task_of
-from secateur.losses import batch_loss, predict
+from secateur.measure.bench import open_model, random_batches
+from secateur.model.families import anatomy, candidate_units, task_of
+from secateur.model.losses import batch_loss, predict
+from secateur.search.damage import DamageMeter
 
 SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct"
 
@@ -105,10 +105,9 @@ def profile_pulls(model: Any, batches: list[dict[str, torch.Tensor]]) -> None:
     """The share of each operation in masked runs in the middle of the model, in one lane."""
     meter = DamageMeter(model, batches, lanes=1)
     first, *units = [unit for unit in candidate_units(model) if unit.layer == len(anatomy(model)) // 2]
-    meter.measure(first, (0, 1))
+    list(meter.measure([(first, (0, 1))]))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for unit in units:
-            meter.measure(unit, (0, 1))
+        list(meter.measure([(unit, (0, 1)) for unit in units]))
     rows = sorted(profile.key_averages(), key=lambda row: -row.self_cpu_time_total)
     total = sum(row.self_cpu_time_total for row in rows)
     print("\nMasked runs by operation: " + ", ".join(f"{row.key} {row.self_cpu_time_total / total:.1%}" for row in rows[:12]))

@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 
 class SecateurError(Exception):
-    """The root: catch this to catch whatever Secateur raises on purpose."""
+    """The root: catch this to catch every error that Secateur raises on purpose."""
 
 
 class SettingError(SecateurError):
@@ -27,14 +27,14 @@ class SettingError(SecateurError):
 
 
 def not_one_of(what: str, value: str, allowed: Collection[str]) -> SettingError:
-    """A word that is none of those allowed, with the one that was perhaps meant."""
+    """The error for a word that is not allowed; it lists the allowed words and suggests the nearest."""
     near = difflib.get_close_matches(value, allowed, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return SettingError(f"The {what} is {value!r}, but must be one of {', '.join(allowed)}.{hint}")
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says of an error, as one sentence."""
+    """The first line of another library's error message, as a sentence."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     line = line if len(line) <= 240 else line[:237] + "..."
     return line if line.endswith((".", "!", "?")) else line + "."

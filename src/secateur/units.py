@@ -5,15 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
-from secateur.errors import SelectionError, SettingError, not_one_of
+from secateur.errors import SettingError, not_one_of
 
 HEAD, MLP, KV_GROUP = "head", "mlp", "kv_group"
-KINDS = (HEAD, MLP, KV_GROUP)
-TARGETS = {"head": (HEAD,), "mlp": (MLP,), "both": (HEAD, MLP), "kv_group": (KV_GROUP,), "kv_group+mlp": (KV_GROUP, MLP)}
 GROUP_WIDTH = 32  # g0, the paper's nominal number of MLP channels in a group
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of unit. Its `sides` are the halves of a block it takes channels from: HEAD is the attention, MLP the MLP."""
+
+    sides: tuple[str, ...]
+    label: str  # in tables
+    words: str  # in sentences
+
+
+KINDS = {
+    HEAD: Kind((HEAD,), "Head", "attention head"),
+    MLP: Kind((MLP,), "MLP group", "MLP channel group"),
+    KV_GROUP: Kind((HEAD,), "K/V group", "K/V group"),
+}
+TARGETS = {"head": (HEAD,), "mlp": (MLP,), "both": (HEAD, MLP), "kv_group": (KV_GROUP,), "kv_group+mlp": (KV_GROUP, MLP)}
 
 
 @dataclass(frozen=True, order=True)
@@ -40,8 +54,8 @@ class Unit:
 
     @property
     def side(self) -> str:
-        """Which half of the block the unit belongs to: HEAD for the attention, MLP for the MLP."""
-        return MLP if self.kind == MLP else HEAD
+        """The half of the block that the unit changes first: HEAD for the attention, MLP for the MLP."""
+        return KINDS[self.kind].sides[0]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.layer}.{self.index}"
@@ -49,13 +63,6 @@ class Unit:
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"kind": self.kind, "layer": self.layer, "index": self.index}
         return fields | {"width": self.width} if self.kind == MLP else fields
-
-    @classmethod
-    def from_json(cls, fields: Any) -> Unit:
-        try:
-            return cls(fields["kind"], index(fields["layer"]), index(fields["index"]), index(fields.get("width", 0)))
-        except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
-            raise SelectionError(f"{fields!r} is not a unit: it needs a kind, a layer and an index.") from error
 
 
 def enumerate_units(

@@ -1,19 +1,24 @@
-"""Who is told how a run goes."""
+"""Watcher: follows a run. The command line draws its progress bars with one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from secateur.selection import Progress
+from secateur.selection import Step
+from secateur.units import Unit
 
 
-class Watcher:
-    """Is told how a run goes; this one keeps silent. The command line draws its progress bars with another."""
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands, after a pull."""
 
-    def stage(self, name: str) -> None: ...
-    def say(self, sentence: str) -> None: ...
-    def pull(self, progress: Progress) -> None: ...
-    def evaluated(self, batch: int, n_batches: int) -> None: ...
+    step: int
+    n_steps: int
+    pull: int
+    budget: int  # pulls that the step may spend
+    best: Unit
+    best_reward: float
+    replayed: bool  # the pull comes from the journal of an earlier start
 
 
 @dataclass(frozen=True)
@@ -24,4 +29,23 @@ class GridProgress:
     failed: int
     left: int
     seconds_left: float | None
-    latest: str
+    latest: str  # a sentence about the run that ended last
+
+
+class Watcher:
+    """Follows a run; this one does nothing. Override the methods you need."""
+
+    def stage(self, name: str) -> None:
+        """A stage of the run begins."""
+
+    def say(self, sentence: str) -> None:
+        """Something that the user should know."""
+
+    def pull(self, progress: Progress) -> None:
+        """A unit was measured."""
+
+    def chosen(self, step: Step, n_steps: int) -> None:
+        """A unit was selected, in a search of about `n_steps` steps."""
+
+    def evaluated(self, batch: int, n_batches: int) -> None:
+        """This many batches, or other parts, of the present stage are done."""

@@ -1,1 +1,1 @@
-"""Grids of runs, their records, and the statistics, tables and figures that fall out of them."""
+"""COMPARE METHODS: grids of runs, the store of their records, statistics, tables and figures. Selects no units itself."""

@@ -1,4 +1,4 @@
-"""The paper's figures from a store, and one for each ablation: SVG and PNG, told apart in grey by hatch, marker and dash."""
+"""The paper's figures from a store, and one per ablation, as SVG and PNG in grey: methods differ by hatch, marker and dash."""
 
 from __future__ import annotations
 
@@ -8,27 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from secateur import jsonio
 from secateur.errors import MissingExtra
-from secateur.experiment.results import LABELS, Cell, Table, cells_of, slug
+from secateur.experiment.store import Cell, Table, cells_of, slug
+from secateur.files import jsonio
+from secateur.methods import METHODS, label, searching
 
-ADAPTIVE = ("greedy", "ucb", "ts")
-GREY = {
-    "random": ("0.92", "..", "x", ":"),
-    "magnitude": ("0.80", "xx", "+", ":"),
-    "wanda": ("0.88", "++", "D", ":"),
-    "taylor": ("0.75", "--", "v", ":"),
-    "fisher": ("0.65", "oo", "P", ":"),
-    "greedy": ("0.78", "//", "s", "--"),
-    "ucb": ("0.30", "", "o", "-"),
-    "ts": ("0.55", "\\\\", "^", "-."),
-}  # shade of a bar, hatch, marker, dash
 CHANGE = {"text": "perplexity change (%)", "image": "Top-1 drop (percentage points)"}
 FORMATS = ("svg", "png")
 
 
 def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Write every figure that the store has anything for, and the pipeline's; the paths in the order of the paper.
+    """Write Figure 1 and every figure for which the store has results; returns the paths in the paper's order.
 
     >>> draw(read_tables(Path("results/deit")), Path("figures"))
     """
@@ -40,13 +30,13 @@ def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
     except ImportError as error:
         raise MissingExtra("matplotlib", "experiment", "Drawing figures") from error
     written = []
-    plain = {"svg.hashsalt": "secateur", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(plain):
+    style = {"svg.hashsalt": "secateur", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
         for name, paint in _figures(tables):
             picture = paint(pyplot)
             for form in FORMATS:
                 data = io.BytesIO()
-                metadata = {"Date": None} if form == "svg" else {"Software": None}  # the same data, the same bytes
+                metadata = {"Date": None} if form == "svg" else {"Software": None}  # so that equal results give equal bytes
                 picture.savefig(data, format=form, dpi=160, bbox_inches="tight", metadata=metadata)
                 written.append(folder / f"{name}.{form}")
                 jsonio.write_bytes(written[-1], data.getvalue())
@@ -59,10 +49,10 @@ def _figures(tables: Sequence[Table]) -> Iterable[tuple[str, Callable[[Any], Any
     groups = {number: [c for c in cells_of(tables, number) if _has_any(c)] for number in ("6", "8", "9", "10")}
     yield from _lines_over_ratios("figure2", groups["6"], "MLP groups removed (%)")
     if groups["8"]:
-        yield "figure3", lambda plt: _bars(plt, groups["8"], ["delta_top1"], ADAPTIVE, evals=True)
+        yield "figure3", lambda plt: _bars(plt, groups["8"], ["delta_top1"], searching(), evals=True)
     if groups["9"]:
-        yield "figure4", lambda plt: _bars(plt, groups["9"], ["delta_top1", "pruned.loss"], ADAPTIVE)
-        yield "figureB1", lambda plt: _bars(plt, groups["9"], ["delta_top1"], tuple(LABELS))
+        yield "figure4", lambda plt: _bars(plt, groups["9"], ["delta_top1", "zeroed.loss"], searching())
+        yield "figureB1", lambda plt: _bars(plt, groups["9"], ["delta_top1"], list(METHODS))
     yield from _lines_over_ratios("figureB2", groups["10"], "attention heads removed (%)")
     varied = [cell for cell in cells_of(tables, "ablation") if _has_any(cell)]
     for setting in dict.fromkeys(name for cell in varied for name in cell.vary):
@@ -73,46 +63,48 @@ def _figures(tables: Sequence[Table]) -> Iterable[tuple[str, Callable[[Any], Any
             name = f"ablation-{setting.replace('_', '-')}" + (f"-{slug(' '.join(map(str, place)))}" if several else "")
             ticks = [str(cell.vary[setting]) for cell in cells]
             title = f"{place[0]}, {place[2]}, {place[3]:.0%} on {place[1]}"
-            numbers = not any(isinstance(cell.vary[setting], str) for cell in cells)  # between words there is nothing
-            yield name, _curves(cells, ticks, setting.replace("_", " "), title, joined=numbers)
+            joined = not any(isinstance(cell.vary[setting], str) for cell in cells)  # words are not joined by a line
+            yield name, _curves(cells, ticks, setting.replace("_", " "), title, joined=joined)
 
 
-def _lines_over_ratios(name: str, cells: list[Cell], words: str) -> Iterable[tuple[str, Callable[[Any], Any]]]:
+def _lines_over_ratios(name: str, cells: list[Cell], x_label: str) -> Iterable[tuple[str, Callable[[Any], Any]]]:
     models = list(dict.fromkeys(cell.model for cell in cells))
     for model in models:
         of_model = [cell for cell in cells if cell.model == model]
         ticks = [f"{cell.ratio * 100:g}" for cell in of_model]
         title = f"{model} on {of_model[0].data}"
-        yield name if len(models) == 1 else f"{name}-{slug(model)}", _curves(of_model, ticks, words, title)
+        yield name if len(models) == 1 else f"{name}-{slug(model)}", _curves(of_model, ticks, x_label, title)
 
 
 def _curves(
-    cells: Sequence[Cell], ticks: Sequence[str], words: str, title: str, *, joined: bool = True
+    cells: Sequence[Cell], ticks: Sequence[str], x_label: str, title: str, *, joined: bool = True
 ) -> Callable[[Any], Any]:
-    """Methods over the cells in their order, with the deviation over seeds; failed runs are out, and said so."""
+    """One curve per method over the cells, with the deviation over seeds; a note counts failed or missing runs."""
 
     def paint(plt: Any) -> Any:
         picture, axes = plt.subplots(figsize=(5.6, 3.4))
-        methods = _drawn(cells, tuple(LABELS))
-        apart = (0.2 if len(cells) > 1 else 0.7) / len(methods)  # so that bars of deviation do not hide each other
+        methods = _drawn(cells, list(METHODS))
+        spacing = (0.2 if len(cells) > 1 else 0.7) / len(methods)  # so that error bars do not hide each other
         for n, method in enumerate(methods):
             points = []
             for i, cell in enumerate(cells):
-                place = i + (n - (len(methods) - 1) / 2) * apart
-                height, error, label = _point(cell, method, cell.metric)
+                x = i + (n - (len(methods) - 1) / 2) * spacing
+                height, error, note = _point(cell, method, cell.metric)
                 if height is not None:
-                    points.append((place, height, error))
-                    if label:
-                        axes.annotate(label, (place, height), textcoords="offset points", xytext=(4, 4), fontsize=7)
-            shade, _, marker, dash = GREY[method]
+                    points.append((x, height, error))
+                    if note:
+                        axes.annotate(note, (x, height), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            look = METHODS[method].look
             if points:
-                at, heights, errors = zip(*points, strict=True)
-                color = str(min(0.6, float(shade)))
-                line = dash if joined else ""
-                axes.errorbar(at, heights, errors, label=LABELS[method], marker=marker, linestyle=line, color=color, capsize=2)
+                xs, heights, errors = zip(*points, strict=True)
+                color = str(min(0.6, float(look.shade)))
+                line = look.dash if joined else ""
+                axes.errorbar(
+                    xs, heights, errors, label=label(method), marker=look.marker, linestyle=line, color=color, capsize=2
+                )
         axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
         axes.set_xticks(range(len(ticks)), ticks)
-        axes.set(xlabel=words, ylabel=CHANGE[cells[0].task], title=title)
+        axes.set(xlabel=x_label, ylabel=CHANGE[cells[0].task], title=title)
         axes.legend(frameon=False, fontsize=8)
         return picture
 
@@ -120,42 +112,52 @@ def _curves(
 
 
 def _bars(plt: Any, cells: Sequence[Cell], figures: Sequence[str], methods: Sequence[str], *, evals: bool = False) -> Any:
-    """A group of bars a model, a panel a figure."""
-    there = _drawn(cells, methods)
+    """One group of bars per model, one panel per figure."""
+    drawn = _drawn(cells, methods)
     picture, panels = plt.subplots(len(figures), 1, figsize=(1.6 + 1.9 * max(2, len(cells)), 3.0 * len(figures)), squeeze=False)
-    width = 0.8 / len(there)
+    width = 0.8 / len(drawn)
     for panel, name in zip(panels[:, 0], figures, strict=True):
-        for i, method in enumerate(there):
-            shade, hatch, _, _ = GREY[method]
+        for i, method in enumerate(drawn):
+            look = METHODS[method].look
             for j, cell in enumerate(cells):
-                height, error, label = _point(cell, method, name)
-                at = j + (i - (len(there) - 1) / 2) * width
+                height, error, note = _point(cell, method, name)
+                x = j + (i - (len(drawn) - 1) / 2) * width
                 if height is None:
-                    panel.annotate("no valid run", (at, 0), rotation=90, ha="center", va="bottom", fontsize=7)
+                    panel.annotate("no valid run", (x, 0), rotation=90, ha="center", va="bottom", fontsize=7)
                     continue
-                named = LABELS[method] if not any(_point(c, method, name)[0] is not None for c in cells[:j]) else None
-                panel.bar(at, height, width, yerr=error, color=shade, hatch=hatch, edgecolor="black", label=named, capsize=2)
+                in_legend = label(method) if not any(_point(c, method, name)[0] is not None for c in cells[:j]) else None
+                panel.bar(
+                    x,
+                    height,
+                    width,
+                    yerr=error,
+                    color=look.shade,
+                    hatch=look.hatch,
+                    edgecolor="black",
+                    label=in_legend,
+                    capsize=2,
+                )
                 pulls = cell.spread(method, "pulls")
-                text = (f"{pulls.mean:.0f} evals\n" if evals and pulls else "") + label
+                text = (f"{pulls.mean:.0f} evals\n" if evals and pulls else "") + note
                 if text:
                     top = (max(height, 0) + error) * 1.02
-                    panel.annotate(text.strip(), (at, top), ha="center", va="bottom", fontsize=7)
+                    panel.annotate(text.strip(), (x, top), ha="center", va="bottom", fontsize=7)
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_xticks(range(len(cells)), [cell.model for cell in cells])
         panel.set_ylabel(CHANGE["image"] if name == "delta_top1" else "cross-entropy loss")
-    panels[0, 0].legend(frameon=False, fontsize=8, ncols=min(4, len(there)), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    panels[0, 0].legend(frameon=False, fontsize=8, ncols=min(4, len(drawn)), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     picture.tight_layout()
     return picture
 
 
 def _point(cell: Cell, method: str, name: str) -> tuple[float | None, float, str]:
-    """Height, deviation, and what is to be said of runs that are not in it."""
+    """Height, deviation, and a note such as "4/5" if runs failed or are missing."""
     spread = cell.spread(method, name)
     if spread is None or not spread.valid:
         return None, 0.0, ""
-    scale = -100 if name == "delta_top1" else 1  # of accuracy, the drop in points
-    label = f"{spread.valid}/{spread.planned}" if spread.valid < spread.planned else ""
-    return scale * spread.mean, abs(scale) * (spread.deviation or 0.0), label
+    scale = -100 if name == "delta_top1" else 1  # accuracy is shown as a drop in percentage points
+    note = f"{spread.valid}/{spread.planned}" if spread.valid < spread.planned else ""
+    return scale * spread.mean, abs(scale) * (spread.deviation or 0.0), note
 
 
 def _has_any(cell: Cell) -> bool:
@@ -183,14 +185,14 @@ STAGES = (
 
 
 def _pipeline(plt: Any) -> Any:
-    """Figure 1: how a mask is built, with the two loops, and what comes after."""
+    """Figure 1: how units are selected, with the two loops, and what follows."""
     picture, axes = plt.subplots(figsize=(9.2, 3.4))
     axes.set(xlim=(0, 4.1), ylim=(0.1, 2.35))
     axes.axis("off")
     places = [*((i, 1.5) for i in range(4)), *((i, 0.35) for i in reversed(range(4)))]
     for (x, y), (name, words) in zip(places, STAGES, strict=True):
-        inside = 0 < STAGES.index((name, words)) < 6
-        box = plt.Rectangle((x + 0.05, y), 0.86, 0.58, facecolor="0.92" if inside else "1.0", edgecolor="black")
+        in_loop = 0 < STAGES.index((name, words)) < 6
+        box = plt.Rectangle((x + 0.05, y), 0.86, 0.58, facecolor="0.92" if in_loop else "1.0", edgecolor="black")
         axes.add_patch(box)
         axes.text(x + 0.48, y + 0.43, name, ha="center", va="center", weight="bold")
         axes.text(x + 0.48, y + 0.2, words, ha="center", va="center", fontsize=6.8)
@@ -202,9 +204,9 @@ def _pipeline(plt: Any) -> Any:
         else:
             ends = (x0 + 0.48, y0), (x1 + 0.48, y1 + 0.58)
         axes.annotate("", ends[1], ends[0], arrowprops=arrow)
-    again = {"arrowstyle": "-|>", "color": "0.35", "linestyle": "--"}
-    axes.annotate("", (2.48, 1.5), (3.3, 0.93), arrowprops=again)
+    loop_arrow = {"arrowstyle": "-|>", "color": "0.35", "linestyle": "--"}
+    axes.annotate("", (2.48, 1.5), (3.3, 0.93), arrowprops=loop_arrow)
     axes.text(2.62, 1.2, "next pull", fontsize=7.5, color="0.25", ha="center")
-    axes.annotate("", (1.48, 1.5), (2.3, 0.93), arrowprops=again)
+    axes.annotate("", (1.48, 1.5), (2.3, 0.93), arrowprops=loop_arrow)
     axes.text(1.62, 1.2, "next step", fontsize=7.5, color="0.25", ha="center")
     return picture

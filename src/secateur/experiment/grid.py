@@ -1,72 +1,71 @@
-"""Grids: a TOML file that reads like the tables it makes, the runs it stands for, and the loop that does them.
+"""Grids: a TOML file that describes tables, the runs that these tables need, and the loop that does the runs.
 
-A run is one configuration and seed. Runs that two tables share are done once; runs that choose the same units (judged on other
-data, or a static method's for another seed) choose them once.
+A run is one configuration and seed. A run that two tables share is done once. Runs that choose the same units (because only
+the evaluation data differ, or because the method does not depend on the seed) choose them once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from secateur import jsonio
 from secateur.errors import SettingError, first_line, not_one_of
-from secateur.experiment.results import BANDITS, EVERY
-from secateur.experiment.store import Record, Store
-from secateur.experiment.work import Task, failed_record
-from secateur.experiment.workers import Where, perform_all
-from secateur.prune import AUTO, METHODS, NONE, Judging, Settings
-from secateur.scores import STATIC_METHODS
+from secateur.experiment.store import EVERY, FAILED, Plan, PlannedCell, PlannedTable, Record, Store
+from secateur.experiment.work import failed_record
+from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, Where, perform_all
+from secateur.files import jsonio
+from secateur.methods import METHODS, method as method_row
+from secateur.settings import NONE, Judging, Settings, check_type, keywords
 from secateur.watcher import GridProgress
 
-# The shapes a table can have, by its task: the paper's, and ours.
+# The tables that a grid can make, by task: the paper's by number, and our ablations.
 TABLES = {"text": ("4", "6", "7", "10", "ablation"), "image": ("8", "9", "ablation")}
 DATA_NAMES = {"wikitext2": "WikiText-2", "lambada": "LAMBADA", "imagenette": "Imagenette", "imagenette2-320": "Imagenette"}
-SEEDED = ("random", "greedy", "ucb", "ts")  # methods whose choice depends on the seed; the others are run once
-ANY_SEED = 1  # where a choice depends on none
+ANY_SEED = 1  # if a choice does not depend on the seed
 
-OF_THE_CELL = {"model", "target", "ratio", "method", "seed", "layout", "device"}
-SETTINGS = {
-    f.name: f.default for f in dataclasses.fields(Settings) if f.name not in OF_THE_CELL and not f.name.startswith("target_")
-} | {"evaluation_size": AUTO, "evaluation_batches": AUTO}
+OF_THE_CELL = {"target", "ratio", "method", "seed", "layout", "device", "data", "keep_params", "keep_flops", "keep_latency"}
 SHARED = {"task": str, "seeds": list, "models": (list, dict), "settings": dict}
 OF_A_TABLE = {"target": str, "ratios": list, "methods": list, "data": list, "vary": dict}
 
 
+def grid_settings() -> list[str]:
+    """The settings that a grid can give to its runs; the others belong to a cell of a table or to the machine."""
+    return [name for name, (group, _) in keywords().items() if group in (Settings, Judging) and name not in OF_THE_CELL]
+
+
 @dataclass(frozen=True)
 class Run:
-    """One configuration and seed: the key its record is found by, and what a table calls its model and data."""
+    """One configuration and seed, with the key of its record and the names of its model and data in tables."""
 
     model: str
     data: str
     task: str
     settings: Settings
     judging: Judging
-    seed: int | None  # None: neither the choice nor the judgement depends on one
-    varied: str = ""  # what an ablation says of it
+    seed: int | None  # None: neither the choice nor the evaluation depends on it
+    varied: str = ""  # the setting that an ablation varies and its value
 
     @cached_property
     def key(self) -> str:
-        return jsonio.fingerprint([self.choice_key, dataclasses.asdict(self.judging), self.seed])
+        return jsonio.fingerprint([self.choice_key, self.judging.to_json(), self.seed])
 
     @cached_property
     def choice_key(self) -> str:
-        """Runs that agree in this choose the same units."""
-        return jsonio.fingerprint(plain_settings(self.settings))
+        """Runs with the same choice key choose the same units."""
+        return jsonio.fingerprint({name: value for name, value in self.settings.to_json().items() if name != "device"})
 
     @cached_property
     def base_key(self) -> str:
-        """Runs that agree in this are judged against the same dense model on the same batches."""
-        of_base = {name: getattr(self.settings, name) for name in ("model", "dtype", "seq_len", "batch_size")}
-        drawn = self.seed if self.task == "image" else None
-        return jsonio.fingerprint([of_base, dataclasses.asdict(self.judging), drawn])
+        """Runs with the same base key are judged against the same dense model on the same batches."""
+        settings = {name: getattr(self.settings, name) for name in ("model", "dtype", "seq_len", "batch_size")}
+        seed = self.seed if self.task == "image" else None  # only images are drawn by seed
+        return jsonio.fingerprint([settings, self.judging.to_json(), seed])
 
     def __str__(self) -> str:
         seed = "" if self.seed is None else f" seed {self.seed}"
@@ -76,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """What methods are compared in: a place of a table, with every method's runs by their seeds."""
+    """A cell of a table, in which methods are compared: the runs by method and seed."""
 
     data: str
     model: str
@@ -85,13 +84,12 @@ class Cell:
     vary: dict[str, Any]
     runs: dict[str, dict[int | None, Run]]
 
-    def to_json(self) -> dict[str, Any]:
+    def plan(self) -> PlannedCell:
         keys = {
             method: {EVERY if seed is None else str(seed): run.key for seed, run in runs.items()}
             for method, runs in self.runs.items()
         }
-        names = ("data", "model", "target", "ratio", "vary")
-        return {name: getattr(self, name) for name in names} | {"runs": keys}
+        return PlannedCell(self.data, self.model, self.target, self.ratio, self.vary, keys)
 
 
 @dataclass(frozen=True)
@@ -103,14 +101,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a grid file says: tables of cells of runs."""
+    """The content of a grid file: tables of cells of runs."""
 
     name: str
     tables: tuple[Table, ...]
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Every run once, those together that share a model, then those that share a seed."""
+        """Every run once, grouped by model and then by seed."""
         runs = {
             run.key: run
             for table in self.tables
@@ -122,14 +120,9 @@ class Grid:
         seeds = list(dict.fromkeys(run.seed for run in runs.values()))
         return sorted(runs.values(), key=lambda r: (models.index(r.settings.model), seeds.index(r.seed), r.choice_key))
 
-    def to_json(self) -> dict[str, Any]:
-        tables = [{"number": t.number, "task": t.task, "cells": [cell.to_json() for cell in t.cells]} for t in self.tables]
-        return {"grid": self.name, "tables": tables}
-
-
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """What a record says of the settings: the device is the machine's affair."""
-    return {name: value for name, value in dataclasses.asdict(settings).items() if name != "device"}
+    def plan(self) -> Plan:
+        tables = (PlannedTable(t.number, t.task, tuple(cell.plan() for cell in t.cells)) for t in self.tables)
+        return Plan(self.name, tuple(tables))
 
 
 def read_grid(path: Path) -> Grid:
@@ -164,23 +157,49 @@ def _grid(name: str, fields: dict[str, Any]) -> Grid:
 
 
 def _table(where: str, section: dict[str, Any], shared: dict[str, Any]) -> Table:
-    def of(name: str, default: Any = None) -> Any:
+    def value_of(name: str, default: Any = None) -> Any:
         value = section.get(name, shared.get(name, default))
         if value is None:
-            raise SettingError(f"{where} has no {name}; give it there, or for all tables at the head of the file.")
+            raise SettingError(f"{where} has no {name}; give it in that table, or for all tables at the head of the file.")
         return value
 
-    number, task = of("number"), of("task")
+    number, task = value_of("number"), value_of("task")
     if task not in TABLES:
         raise not_one_of(f"task of {where}", task, TABLES)
     if number not in TABLES[task]:
         raise not_one_of(f"number of {where}, whose task is {task!r},", number, TABLES[task])
-    settings = {**shared.get("settings", {}), **section.get("settings", {})}
-    per_method = {method: {**shared.get(method, {}), **section.get(method, {})} for method in METHODS}
-    for of_method in (settings, *per_method.values()):
-        _check_settings(where, of_method)
-    data = of("data", [settings.get("calibration", Settings.calibration)])
-    vary = of("vary", {})
+    settings = _settings_of_methods(where, section, shared, _listed(where, "methods", value_of("methods"), str))
+    common = {**shared.get("settings", {}), **section.get("settings", {})}
+    data = value_of("data", [common.get("calibration", Settings.calibration)])
+    seeds = _listed(where, "seeds", value_of("seeds"), int)
+    cells = [
+        _cell(task, label, model, value_of("target"), float(ratio), evaluation, seeds, varied, settings)
+        for evaluation in _listed(where, "data", data, str)
+        for label, model in _models(where, section.get("models"), shared.get("models"))
+        for ratio in _listed(where, "ratios", value_of("ratios"), (int, float))
+        for varied in _varied(where, value_of("vary", {}))
+    ]
+    return Table(number, task, tuple(cells))
+
+
+def _settings_of_methods(
+    where: str, section: dict[str, Any], shared: dict[str, Any], methods: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The settings of each method: the method's own override those for all methods, and the table's override the file's."""
+    by_method: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        if method not in METHODS:
+            raise not_one_of(f"method of {where}", method, METHODS)
+        by_method[method] = {}
+        for part in ("settings", method):
+            by_method[method] |= {**shared.get(part, {}), **section.get(part, {})}
+    for name in ("settings", *METHODS):  # also the settings of methods that the table does not use
+        _check_settings(where, {**shared.get(name, {}), **section.get(name, {})})
+    return by_method
+
+
+def _varied(where: str, vary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The setting that an ablation varies, one dict per value; one empty dict if the table varies nothing."""
     if len(vary) > 1 or any(not isinstance(values, list) or not values for values in vary.values()):
         raise SettingError(
             f"vary of {where} must name one setting with a list of its values, as in vary.temperature = [0.01, 0.1]."
@@ -188,20 +207,7 @@ def _table(where: str, section: dict[str, Any], shared: dict[str, Any]) -> Table
     varied = [{name: value} for name, values in vary.items() for value in values] or [{}]
     for setting in varied:
         _check_settings(where, setting)
-    seeds = _listed(where, "seeds", of("seeds"), int)
-    methods = _listed(where, "methods", of("methods"), str)
-    for method in methods:
-        if method not in METHODS:
-            raise not_one_of(f"method of {where}", method, METHODS)
-    of_methods = {method: settings | per_method[method] for method in methods}
-    cells = [
-        _cell(task, label, model, of("target"), float(ratio), judge, seeds, setting, of_methods)
-        for judge in _listed(where, "data", data, str)
-        for label, model in _models(where, section.get("models"), shared.get("models"))
-        for ratio in _listed(where, "ratios", of("ratios"), (int, float))
-        for setting in varied
-    ]
-    return Table(number, task, tuple(cells))
+    return varied
 
 
 def _cell(
@@ -218,19 +224,21 @@ def _cell(
     name = DATA_NAMES.get(Path(data).name.lower(), Path(data).name)
     varied = "".join(f" {setting} {value}" for setting, value in vary.items())
     runs: dict[str, dict[int | None, Run]] = {}
-    for method, given in settings.items():
-        wanted = given | vary
-        judging = Judging(data, wanted.pop("evaluation_size", AUTO), wanted.pop("evaluation_batches", AUTO))
+    for method, method_settings in settings.items():
+        options = method_settings | vary
+        judging = Judging(data, options.pop("evaluation_size", None), options.pop("evaluation_batches", None))
         judging.check()
-        judging = judging.for_task(task, data)
+        judging = judging.for_task(task)
         runs[method] = {}
+        seeded = method_row(method).depends_on_seed(task)
         for seed in seeds:
-            # Images are drawn by seed and texts are not: a static choice is judged anew for every seed, or once and for all.
-            chooser = seed if method in SEEDED else seeds[0] if task == "image" else ANY_SEED
-            shown = None if method not in SEEDED and task == "text" else seed
-            chosen = Settings(model, target, ratio, method, chooser, layout=NONE, **wanted).for_task(task)
-            chosen.check()
-            runs[method][shown] = Run(label, name, task, _without_what_is_not_used(chosen), judging, shown, varied)
+            # Evaluation images are drawn by seed, texts are not: a choice that does not depend on the seed is judged once per
+            # seed on images, and once in all on texts.
+            choice_seed = seed if seeded else seeds[0] if task == "image" else ANY_SEED
+            run_seed = None if not seeded and task == "text" else seed
+            choice = Settings(model, target, ratio, method, choice_seed, layout=NONE, **options).for_task(task)
+            choice.check()
+            runs[method][run_seed] = Run(label, name, task, choice.without_unused(), judging, run_seed, varied)
     bases = {(task == "image" and run.seed, run.base_key) for of_method in runs.values() for run in of_method.values()}
     if len(bases) > len({seed for seed, _ in bases}):
         raise SettingError(
@@ -240,35 +248,16 @@ def _cell(
     return Cell(name, label, target, ratio, vary, runs)
 
 
-def _without_what_is_not_used(settings: Settings) -> Settings:
-    """Settings that a method does not look at are put back to their defaults: they make no second run."""
-    static = settings.method in STATIC_METHODS
-    screening = not static and settings.screen > 0 and settings.screen_by != NONE
-    unused = []
-    if static:
-        unused += ["pulls_per_step", "batches_per_pull", "batches_per_step", "stack", "temperature"]
-    if settings.method != "ucb":
-        unused += ["ucb_c"]
-    if settings.method not in BANDITS:
-        unused += ["pool_size"]
-    if not screening:
-        unused += ["screen_by"]
-    if not settings.scores_batches:
-        unused += ["score_batches"]
-    defaults: dict[str, Any] = {name: SETTINGS[name] for name in unused}
-    return dataclasses.replace(settings, **defaults, screen=settings.screen if screening else 0)
-
-
 def _models(where: str, own: Any, shared: Any) -> list[tuple[str, str]]:
-    """What a table calls each model, and the name to load it by."""
-    named = {**shared} if isinstance(shared, dict) else {}
-    asked = own if own is not None else shared
-    if asked is None:
+    """Each model of a table: its label and the name to load it by."""
+    names = {**shared} if isinstance(shared, dict) else {}
+    models = own if own is not None else shared
+    if models is None:
         raise SettingError(f"{where} has no models; give a list of names, or a table of labels and names.")
-    if isinstance(asked, dict):
-        pairs = list(asked.items())
+    if isinstance(models, dict):
+        pairs = list(models.items())
     else:
-        pairs = [(name, named.get(name, name)) for name in _listed(where, "models", asked, str)]
+        pairs = [(label, names.get(label, label)) for label in _listed(where, "models", models, str)]
     if not pairs or not all(isinstance(name, str) and name for _, name in pairs):
         raise SettingError(f"models of {where} must be a list of names, or a table of labels and names.")
     return pairs
@@ -289,16 +278,14 @@ def _check_keys(where: str, fields: Mapping[str, Any], known: Mapping[str, Any])
         if name not in known:
             raise not_one_of(f"key in {where}", name, sorted(known))
         if not isinstance(value, known[name]):
-            raise SettingError(f"{name} of {where} is {value!r}, which is not of the kind that is needed there.")
+            raise SettingError(f"{name} of {where} is {value!r}, which has the wrong type.")
 
 
-def _check_settings(where: str, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in SETTINGS:
-            raise not_one_of(f"setting of {where}", name, sorted(SETTINGS))
-        kind = type(SETTINGS[name])
-        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-            raise SettingError(f"{name} of {where} is {value!r}, but must be of the kind {kind.__name__}.")
+def _check_settings(where: str, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        if name not in grid_settings():
+            raise not_one_of(f"setting of {where}", name, sorted(grid_settings()))
+        check_type(name, value, where)
 
 
 # The loop
@@ -306,7 +293,7 @@ def _check_settings(where: str, given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class GridResult:
-    """How a grid ended: what was done, and what kept the rest from being begun."""
+    """How a grid ended: the counts of runs, and the problems that kept the rest from starting."""
 
     done: int
     failed: int
@@ -325,158 +312,172 @@ def run_grid(
     progress: Callable[[GridProgress], None] = lambda progress: None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> GridResult:
-    """Do every run of the grid that has no record in the store, and write each down as it ends.
+    """Do every run of the grid that has no record in the store, and append each record as its run ends.
 
-    A run that raises becomes a failed record. A model or data set that cannot be had is a problem of this machine and not of
-    its runs: they are left, the others go on, and the same call tries them again.
+    A run that raises an error becomes a failed record. A model or data set that cannot be loaded is a problem of this machine,
+    not of its runs: these are left, the others go on, and the next call tries them again.
     """
+    where = where or Where()
     with Store(folder, say) as store:
-        store.keep_plan(grid.to_json())
-        kept = {run.key: store.records[run.key] for run in grid.runs if run.key in store.records}
-        again = {key for key, record in kept.items() if retry_failed and "dense" not in record}
-        todo = [run for run in grid.runs if run.key not in kept or run.key in again]
-        where = where or Where()
-        state = _State(store, [r for key, r in kept.items() if key not in again], todo, where.workers)
+        store.keep_plan(grid.plan())
+        existing = {run.key: store.records[run.key] for run in grid.runs if run.key in store.records}
+        retried = {key for key, record in existing.items() if retry_failed and record.judgement is None}
+        todo = [run for run in grid.runs if run.key not in existing or run.key in retried]
+        ended = [record for key, record in existing.items() if key not in retried]
+        state = _State(grid.name, store, ended, todo, where.workers, device, trust_remote_code)
         tasks = [list(runs) for _, runs in groupby(todo, key=lambda run: (run.choice_key, run.seed))]
-        options = {"grid": grid.name, "device": device, "trust_remote_code": trust_remote_code}
-        problems: dict[tuple[str, ...], str] = {}  # by what could not be had
+        problems: dict[tuple[str, ...], str] = {}  # by what `_needs` returns
         progress(state.progress(""))
 
         def prepare(runs: list[Run]) -> Task | None:
             if _needs(runs) in problems:
-                state.back(runs)  # where its worker was lost
+                state.task_ended(runs)  # it may have started before, with a worker that died
                 return None
-            state.begun(runs)
-            return state.task(runs) | options
+            state.task_started(runs)
+            return state.task(runs)
 
         for runs, outcome in perform_all(tasks, prepare, where):
-            state.back(runs)
-            if problem := outcome.get("problem"):
-                problems[_needs(runs)] = problem
+            state.task_ended(runs)
+            if outcome.problem:
+                problems[_needs(runs)] = outcome.problem
                 continue
-            records = outcome.get("records")
-            if records is None:
-                task = state.task(runs) | options
-                records = [failed_record(task, i, outcome["lost"]) for i in range(len(runs))]
+            records = outcome.records
+            if outcome.lost:
+                task = state.task(runs)
+                records = tuple(failed_record(task, run, outcome.lost) for run in task.runs)
             for run, record in zip(runs, records, strict=True):
                 store.append(record)
-                state.ended(run)
-                progress(state.progress(f"{run}: {_told(store.records[run.key])}"))
+                state.run_ended(run)
+                progress(state.progress(f"{run}: {_result(record)}"))
         return GridResult(state.done, state.failed, state.left, tuple(dict.fromkeys(problems.values())))
 
 
 @dataclass
 class _State:
-    """What the driver knows while a grid runs."""
+    """What the driver of a running grid keeps track of."""
 
+    grid: str
     store: Store
-    before: list[Record]
+    existing: list[Record]
     todo: list[Run]
-    workers: int = 0
+    workers: int
+    device: str
+    trust_remote_code: bool
 
     def __post_init__(self) -> None:
-        self.failed = sum(record["status"] == "failed" for record in self.before)
-        self.done = len(self.before) - self.failed
+        self.failed = sum(record.status == FAILED for record in self.existing)
+        self.done = len(self.existing) - self.failed
         self._waiting = {run.key: run for run in self.todo}
-        self._since: dict[str, float] = {}  # when the tasks that are being done were begun
-        self._at_once = max(1, self.workers)  # tasks under way: as asked for, or as seen on a cluster
+        self._since: dict[str, float] = {}  # when each running task started, by its first run's key
+        self._running = max(1, self.workers)  # tasks at once: the number of workers, or the most seen on a cluster
 
     @property
     def left(self) -> int:
         return len(self._waiting)
 
     def task(self, runs: Sequence[Run]) -> Task:
-        """What a worker is told, with whatever the store already knows of the choice and of the dense model."""
-        first, settings = runs[0], plain_settings(runs[0].settings)
-        records = [record for record in self.store.records.values() if "dense" in record]
-        choice = next((r for r in records if r["choice_key"] == first.choice_key), None)
-        calibrated = (r for r in records if _calibration(r["settings"], first.task) == _calibration(settings, first.task))
-        known = ("units", "pulls", "forwards", "nonfinite_pulls", "score_passes", "selection_seconds", "model_digest")
-        return {
-            "task": first.task,
-            "settings": settings,
-            "calibration_digest": next((r["calibration_digest"] for r in calibrated), None),
-            "choice_key": first.choice_key,
-            "choice": {name: choice[name] for name in known} if choice else None,
-            "runs": [
-                {
-                    "key": run.key,
-                    "base_key": run.base_key,
-                    "model": run.model,
-                    "data": run.data,
-                    "seed": run.seed,
-                    "judging": dataclasses.asdict(run.judging),
-                    "base": next((_base(r) for r in records if r["base_key"] == run.base_key), None),
-                }
+        """The task for a worker, with the choice of units and the dense model's evaluation if the store has them."""
+        first = runs[0]
+        records = [record for record in self.store.records.values() if record.judgement]
+        choice = next((record for record in records if record.choice_key == first.choice_key), None)
+        calibrated = (r for r in records if _calibration(r.settings, first.task) == _calibration(first.settings, first.task))
+        return Task(
+            grid=self.grid,
+            task=first.task,
+            settings=replace(first.settings, device=self.device),
+            choice_key=first.choice_key,
+            runs=tuple(
+                TaskRun(run.key, run.base_key, run.model, run.data, run.seed, run.judging, _base(records, run.base_key))
                 for run in runs
-            ],
-        }
+            ),
+            choice=_known_choice(choice) if choice else None,
+            model_digest=choice.model_digest if choice else None,
+            calibration_digest=next((record.calibration_digest for record in calibrated), None),
+            trust_remote_code=self.trust_remote_code,
+        )
 
-    def begun(self, runs: Sequence[Run]) -> None:
+    def task_started(self, runs: Sequence[Run]) -> None:
         self._since[runs[0].key] = time.monotonic()
-        self._at_once = max(self._at_once, len(self._since))
+        self._running = max(self._running, len(self._since))
 
-    def back(self, runs: Sequence[Run]) -> None:
+    def task_ended(self, runs: Sequence[Run]) -> None:
         self._since.pop(runs[0].key, None)
 
-    def ended(self, run: Run) -> None:
-        record = self.store.records[run.key]
+    def run_ended(self, run: Run) -> None:
+        failed = self.store.records[run.key].status == FAILED
         self._waiting.pop(run.key, None)
-        self.failed += record["status"] == "failed"
-        self.done += record["status"] != "failed"
+        self.failed += failed
+        self.done += not failed
 
     def progress(self, latest: str) -> GridProgress:
         return GridProgress(self.done, self.failed, self.left, self._seconds_left(), latest)
 
     def _seconds_left(self) -> float | None:
-        """By what runs of the same kind took, less what the tasks under way have had, over as many as go on at once."""
-        records = [record for record in self.store.records.values() if "total_seconds" in record]
+        """Remaining time: mean duration of similar runs, minus elapsed, divided by the number running."""
+        records = [record for record in self.store.records.values() if record.judgement]
         if not records:
             return None
-        spent: dict[tuple[str, ...], list[float]] = {}
+        durations: dict[tuple[str, ...], list[float]] = {}
         for record in records:
             for name in ("selection_seconds", "evaluation_seconds"):
-                for kind in _kinds(record["settings"]["method"], record["settings"]["target"], record["model"]):
-                    spent.setdefault((name, *kind), []).append(record[name])
+                for kind in _kinds(record.settings.method, record.settings.target, record.model):
+                    durations.setdefault((name, *kind), []).append(getattr(record, name))
 
-        def usual(run: Run, name: str) -> float:
+        def mean_duration(run: Run, name: str) -> float:
             kinds = _kinds(run.settings.method, run.settings.target, run.model)
-            known = next(spent[name, *kind] for kind in reversed(kinds) if (name, *kind) in spent)
-            return sum(known) / len(known)
+            similar = next(durations[name, *kind] for kind in reversed(kinds) if (name, *kind) in durations)
+            return sum(similar) / len(similar)
 
-        choosers = {run.choice_key: run for run in self._waiting.values()}
+        to_choose = {run.choice_key: run for run in self._waiting.values()}
         for record in records:
-            choosers.pop(record["choice_key"], None)
-        work = sum(usual(run, "evaluation_seconds") for run in self._waiting.values())
-        work += sum(usual(run, "selection_seconds") for run in choosers.values())
-        under_way = sum(time.monotonic() - since for since in self._since.values())
-        return max(0.0, work - under_way) / self._at_once
+            to_choose.pop(record.choice_key, None)
+        work = sum(mean_duration(run, "evaluation_seconds") for run in self._waiting.values())
+        work += sum(mean_duration(run, "selection_seconds") for run in to_choose.values())
+        elapsed = sum(time.monotonic() - since for since in self._since.values())
+        return max(0.0, work - elapsed) / self._running
 
 
 def _kinds(*names: str) -> list[tuple[str, ...]]:
-    """What runs may have in common, from nothing to all of these."""
+    """The groups of similar runs that a run belongs to, from all runs to the runs with all of these names in common."""
     return [names[:n] for n in range(len(names) + 1)]
 
 
 def _needs(runs: Sequence[Run]) -> tuple[str, ...]:
-    """The model and the data that a task cannot be begun without, and the form it wants them in."""
+    """The model and the data that a task loads, and the settings that it loads them with."""
     settings = runs[0].settings
     form = (settings.dtype, str(settings.seq_len), str(settings.batch_size))
-    return settings.model, *form, settings.calibration, *sorted({run.judging.data for run in runs})
+    return settings.model, *form, settings.calibration, *sorted({run.judging.data or "" for run in runs})
 
 
-def _calibration(settings: Mapping[str, Any], task: str) -> list[Any]:
-    """Settings that agree in this choose by the same data."""
+def _calibration(settings: Settings, task: str) -> list[Any]:
+    """Values that are equal for settings with the same calibration data."""
     names = ["model", "calibration", "calibration_size", "seq_len", *(["seed"] if task == "image" else [])]
-    return [settings[name] for name in names]
+    return [getattr(settings, name) for name in names]
 
 
-def _base(record: Record) -> dict[str, Any]:
-    return {name: record[name] for name in ("dense", "model_digest", "data_digest")}
+def _base(records: Sequence[Record], base_key: str) -> KnownBase | None:
+    record = next((record for record in records if record.base_key == base_key), None)
+    if record is None or record.judgement is None:
+        return None
+    return KnownBase(record.judgement.dense, record.model_digest, record.data_digest)
 
 
-def _told(record: Record) -> str:
-    if record["status"] == "failed":
-        return f"failed, {record['reason']}"
-    shown = {"ppl_change_percent": "perplexity {:+.2f}%", "delta_top1": "top-1 {:+.4f}"}
-    return ", ".join(form.format(float(record[name])) for name, form in shown.items() if name in record)
+def _known_choice(record: Record) -> KnownChoice:
+    judgement = record.judgement
+    assert judgement  # `_State.task` passes no other records
+    return KnownChoice(
+        judgement.units,
+        judgement.pulls,
+        judgement.forwards,
+        judgement.nonfinite_pulls,
+        record.score_passes,
+        record.selection_seconds,
+    )
+
+
+def _result(record: Record) -> str:
+    if record.status == FAILED or record.judgement is None:
+        return f"failed, {record.reason}"
+    forms = {"ppl_change_percent": "perplexity {:+.2f}%", "delta_top1": "top-1 {:+.4f}"}
+    changes = record.judgement.changes
+    return ", ".join(form.format(changes[name]) for name, form in forms.items() if name in changes)

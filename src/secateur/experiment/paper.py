@@ -1,4 +1,4 @@
-"""What the paper prints: its tables 3 to 11, A1 to A5, B1 and B2 as data, each value by the table and row it stands in."""
+"""The values that the paper prints in its tables 3 to 11, A1 to A5, B1 and B2, looked up by table and row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 PAPER = Path(__file__).with_name("paper.json")
-# The paper's names for one thing, where its tables differ among themselves.
+# Models and methods that the paper's tables name in two ways -> the name used here.
 SAME = {
     "deit_tiny_patch16_224": "DeiT-Tiny",
     "swin_tiny_patch4_window7_224": "Swin-Tiny",
@@ -16,7 +16,7 @@ SAME = {
     "magnitude": "Magnitude",
     "random": "Random",
 }
-# Which columns name a row, and what else does where the paper leaves it to the caption.
+# The columns that identify a row, and what only the paper's caption says of it.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "3": (("Model", "Target", "Nominal prune ratio"), ()),
     "4": (("Model",), ()),
@@ -38,7 +38,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def paper_row(number: str, *key: str) -> dict[str, str] | None:
-    """A row of a table of the paper, by column; None where it has none.
+    """A row of one of the paper's tables, by column; None if the table has no such row.
 
     >>> paper_row("9", "DeiT-Tiny", "MAB-UCB")["Δ Top-1"]
     '-0.0178 ± 0.0077'
@@ -47,7 +47,7 @@ def paper_row(number: str, *key: str) -> dict[str, str] | None:
 
 
 def spread_of(text: str) -> tuple[float, float] | None:
-    """Mean and deviation of an entry such as "-0.0178 ± 0.0077" or "861.97%"; None where it is no number."""
+    """Mean and deviation of an entry such as "-0.0178 ± 0.0077" or "861.97%"; None if it is not a number."""
     parts = [part.strip().rstrip("%") for part in text.split("±")]
     try:
         return float(parts[0]), float(parts[1]) if len(parts) > 1 else math.nan
@@ -58,6 +58,6 @@ def spread_of(text: str) -> tuple[float, float] | None:
 @cache
 def _rows(number: str) -> dict[tuple[str, ...], dict[str, str]]:
     table = json.loads(PAPER.read_text(encoding="utf-8"))[number]
-    names, more = KEYS[number]
+    columns, from_caption = KEYS[number]
     rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["rows"]]
-    return {(*(str(SAME.get(row[name], row[name])) for name in names), *more): row for row in rows}
+    return {(*(str(SAME.get(row[name], row[name])) for name in columns), *from_caption): row for row in rows}

@@ -1,7 +1,7 @@
-"""The paper's tables from a store, in the paper's columns and rounding, and the ablations' in ours.
+"""The paper's tables from a store, with the paper's columns and rounding, and a table for each ablation.
 
-A cell that has no run yet says so, failed runs are out of the mean and in the count, and no value is made up. With
-`beside_paper` each row is followed by the paper's own, where it has one.
+A cell without runs says that they are missing; failed runs are counted but not in the mean. With `beside_paper` each row is
+followed by the paper's row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from secateur.experiment.compare import HIGHLIGHTED, LANGUAGE, compare, summary
 from secateur.experiment.paper import KEYS, paper_row
-from secateur.experiment.results import BANDITS, LABELS, Cell, Spread, Table, cells_of, figure, slug
+from secateur.experiment.store import Cell, Record, Spread, Table, cells_of, slug
+from secateur.methods import METHODS, bandits, label
+from secateur.units import KINDS
 
 MISSING, FAILED = "missing", "NaN/failure"
-KINDS = {"head": "Head", "mlp": "MLP group", "kv_group": "K/V group"}
 TITLES = {
     "3": "Parameter accounting: effective zeroed parameters under functional zeroing",
     "4": "Attention-head pruning, percent perplexity change; lower is better",
@@ -64,16 +65,16 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Row:
-    key: tuple[str, ...]  # what the row is about, by which the paper's is found
+    key: tuple[str, ...]  # identifies the row, also in the paper's table
     cells: list[str]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A table as text: ready to be written in any form."""
+    """A table as text, to be written in one of FORMS."""
 
     number: str
-    name: str  # of its files
+    name: str  # the name of its files, without suffix
     title: str
     columns: list[str]
     rows: list[Row]
@@ -81,19 +82,19 @@ class Rendered:
 
 
 def render(tables: Sequence[Table], *, beside_paper: bool = False) -> list[Rendered]:
-    """Every table that the store has anything for.
+    """Every table for which the store has runs.
 
     >>> print(markdown(render(read_tables(Path("results/deit")), beside_paper=True)[0]))
     """
-    made = [rendered for build in BUILDERS for rendered in build(tables)]
-    return [_beside_paper(rendered) for rendered in made] if beside_paper else made
+    all_rendered = [rendered for build in BUILDERS for rendered in build(tables)]
+    return [_beside_paper(rendered) for rendered in all_rendered] if beside_paper else all_rendered
 
 
 # From cells to rows
 
 
 def _by_method(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Tables 4 and 7: a model a row, a method a column."""
+    """Tables 4 and 7: one row per model, one column per method."""
     for number in ("4", "7"):
         cells = list(cells_of(tables, number))
         if cells:
@@ -102,32 +103,32 @@ def _by_method(tables: Sequence[Table]) -> Iterable[Rendered]:
                 Row((cell.model,), [cell.model, *(percent(cell.spread(method, cell.metric)) for method in methods)])
                 for cell in cells
             ]
-            yield _rendered(number, ["Model", *(LABELS[m] for m in methods)], rows)
+            yield _rendered(number, ["Model", *(label(m) for m in methods)], rows)
 
 
 def _best(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table 5: the better bandit against the best of the others."""
+    """Table 5: the best bandit against the best other method."""
     rows = []
     for cell in cells_of(tables, "4"):
         spreads = {m: s for m in cell.runs if (s := cell.spread(m, cell.metric))}
-        ours = _least({m: s for m, s in spreads.items() if m in BANDITS})
-        theirs = _least({m: s for m, s in spreads.items() if m not in BANDITS})
-        shown = [MISSING if m is None else f"{LABELS[m]}: {percent(spreads[m])}" for m in (ours, theirs)]
-        better = f"{spreads[theirs].mean - spreads[ours].mean:.2f} percentage points" if ours and theirs else MISSING
-        rows.append(Row((cell.model,), [cell.model, *shown, better]))
+        bandit = _lowest({m: s for m, s in spreads.items() if m in bandits()})
+        other = _lowest({m: s for m, s in spreads.items() if m not in bandits()})
+        best = [MISSING if m is None else f"{label(m)}: {percent(spreads[m])}" for m in (bandit, other)]
+        advantage = f"{spreads[other].mean - spreads[bandit].mean:.2f} percentage points" if bandit and other else MISSING
+        rows.append(Row((cell.model,), [cell.model, *best, advantage]))
     if rows:
         yield _rendered("5", ["Model", "Best MAB", "Best non-MAB baseline", "MAB advantage over best non-MAB"], rows)
 
 
-def _least(spreads: dict[str, Spread]) -> str | None:
-    """The method of the least mean; none while any of them lacks runs, since that one might be it."""
+def _lowest(spreads: dict[str, Spread]) -> str | None:
+    """The method with the lowest mean; None while any method lacks runs, because its mean might become the lowest."""
     if any(spread.missing for spread in spreads.values()):
         return None
     return min((m for m, s in spreads.items() if s.valid), key=lambda m: spreads[m].mean, default=None)
 
 
 def _by_ratio(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table 6: a ratio a row, one table a model."""
+    """Table 6: one row per ratio, one table per model."""
     cells = list(cells_of(tables, "6"))
     for model in dict.fromkeys(cell.model for cell in cells):
         of_model = [cell for cell in cells if cell.model == model]
@@ -139,34 +140,36 @@ def _by_ratio(tables: Sequence[Table]) -> Iterable[Rendered]:
             )
             for cell in of_model
         ]
-        columns = [f"{'GPT-2' if model == 'gpt2' else model} MLP prune ratio", *(LABELS[m] for m in methods)]
-        yield _rendered("6", columns, rows, of=model)
+        columns = [f"{'GPT-2' if model == 'gpt2' else model} MLP prune ratio", *(label(m) for m in methods)]
+        yield _rendered("6", columns, rows, model=model)
 
 
 def _matched(tables: Sequence[Table]) -> Iterable[Rendered]:
+    """Table 8: one row per model and method."""
     columns: dict[str, Show] = {
         "Evals": _evals,
-        "Pruned Top-1": _number("pruned.top1"),
+        "Pruned Top-1": _number("zeroed.top1"),
         "Δ Top-1": _number("delta_top1"),
-        "Pruned loss": _number("pruned.loss"),
+        "Pruned loss": _number("zeroed.loss"),
         "Zeroed %": _number("zeroed_percent"),
     }
     yield from _long("8", cells_of(tables, "8"), ("Model", "Method"), columns)
 
 
 def _screening(tables: Sequence[Table]) -> Iterable[Rendered]:
+    """Table 9: one row per model and method."""
     columns: dict[str, Show] = {
         "Dense Top-1": _number("dense.top1"),
-        "Pruned Top-1": _number("pruned.top1"),
+        "Pruned Top-1": _number("zeroed.top1"),
         "Δ Top-1": _number("delta_top1"),
-        "Pruned loss": _number("pruned.loss"),
+        "Pruned loss": _number("zeroed.loss"),
         "Evals": _evals,
     }
     yield from _long("9", cells_of(tables, "9"), ("Model", "Method"), columns)
 
 
 def _sensitivity(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table 10: with the count of valid runs in a column of its own, one table a model."""
+    """Table 10: one row per ratio and method, with a column that counts valid runs; one table per model."""
     cells = list(cells_of(tables, "10"))
     for model in dict.fromkeys(cell.model for cell in cells):
         rows = []
@@ -174,10 +177,10 @@ def _sensitivity(tables: Sequence[Table]) -> Iterable[Rendered]:
             for method in cell.runs:
                 spread = cell.spread(method, cell.metric)
                 assert spread
-                about = [_share(cell, method), _zeroed(cell, method)]
+                amounts = [_share(cell, method), _zeroed(cell, method)]
                 valid = f"{spread.valid}/{spread.ended}" if spread.ended else MISSING
-                change = shown(spread, 2, "%", count_failed=False)  # which have a column of their own here
-                rows.append(Row((_ratio(cell), LABELS[method], model), [_ratio(cell), *about, LABELS[method], change, valid]))
+                change = shown(spread, 2, "%", count_failed=False)  # they have their own column here
+                rows.append(Row((_ratio(cell), label(method), model), [_ratio(cell), *amounts, label(method), change, valid]))
         columns = [
             "Ratio",
             "Actual unit ratio",
@@ -186,14 +189,14 @@ def _sensitivity(tables: Sequence[Table]) -> Iterable[Rendered]:
             "PPL change (finite mean ± std)",
             "Valid runs",
         ]
-        yield _rendered("10", columns, rows, of=model)
+        yield _rendered("10", columns, rows, model=model)
 
 
 def _language_details(tables: Sequence[Table]) -> Iterable[Rendered]:
     """Appendix Tables A1 to A3."""
     for number, source in (("A1", "4"), ("A2", "6"), ("A3", "7")):
         columns: dict[str, Show] = {
-            "Final PPL": _mean("pruned.perplexity"),
+            "Final PPL": _mean("zeroed.perplexity"),
             "PPL change": lambda cell, method: percent(cell.spread(method, cell.metric)),
             "Effective zeroed params": _zeroed,
         }
@@ -205,11 +208,11 @@ def _language_details(tables: Sequence[Table]) -> Iterable[Rendered]:
 def _vision_details(tables: Sequence[Table]) -> Iterable[Rendered]:
     """Appendix Tables A4 and A5."""
     figures: dict[str, Show] = {
-        "Loss after": _number("pruned.loss"),
+        "Loss after": _number("zeroed.loss"),
         "Δ loss": _number("delta_loss"),
-        "Top-1 after": _number("pruned.top1"),
+        "Top-1 after": _number("zeroed.top1"),
         "Δ Top-1": _number("delta_top1"),
-        "Top-5 after": _number("pruned.top5"),
+        "Top-5 after": _number("zeroed.top5"),
         "Δ Top-5": _number("delta_top5"),
         "Zeroed %": _number("zeroed_percent"),
         "Evals": _evals,
@@ -222,24 +225,22 @@ def _vision_details(tables: Sequence[Table]) -> Iterable[Rendered]:
 
 
 def _accounting(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table 3: what the units of each place amount to, a range where methods differ in their means."""
+    """Table 3: the parameters zeroed for each model, target and ratio; a range if the means of methods differ."""
     places: dict[tuple[str, ...], list[Cell]] = {}
     for cell in (cell for table in tables for cell in table.cells if not cell.vary):
-        if any("zeroed_percent" in record for record in cell.records()):
-            places.setdefault((cell.model, *_what(cell)), []).append(cell)
+        if any(record.judgement for record in cell.records()):
+            places.setdefault((cell.model, *_target_and_ratio(cell)), []).append(cell)
     rows = []
-    for place, cells_there in places.items():
+    for place, cells_of_place in places.items():
         by_method = [
-            [record for record in cell.records(method) if "zeroed_percent" in record]
-            for cell in cells_there
-            for method in cell.runs
+            [record for record in cell.records(method) if record.judgement] for cell in cells_of_place for method in cell.runs
         ]
-        percents = [statistics.fmean(figure(r, "zeroed_percent") for r in records) for records in by_method if records]
+        percents = [statistics.fmean(r.figure("zeroed_percent") for r in records) for records in by_method if records]
         low, high = min(percents), max(percents)
-        total = int(next(record for records in by_method for record in records)["total_params"])
+        total = int(next(record for records in by_method for record in records).figure("total_params"))
         cells = [
             *place,
-            _share(cells_there[0]),
+            _share(cells_of_place[0]),
             _millions(total),
             _range(low, high, "{:.4f}%"),
             _range(total * low / 1e8, total * high / 1e8, "{:.2f}M"),
@@ -253,7 +254,7 @@ def _accounting(tables: Sequence[Table]) -> Iterable[Rendered]:
 
 
 def _significance(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Tables 11 and B2: counts over the language comparisons against greedy; q over every language comparison there is."""
+    """Tables 11 and B2: counts over the language comparisons against greedy; q-values are over all language comparisons."""
     language = [table for table in tables if table.number in LANGUAGE and table.task == "text"]
     family = compare(language)
     highlighted = [c for c in family if c.baseline == "greedy" and set(c.tables) & set(HIGHLIGHTED)]
@@ -261,10 +262,10 @@ def _significance(tables: Sequence[Table]) -> Iterable[Rendered]:
         return
     counts, n = summary(highlighted, family), len(highlighted)
     short = sum(c.result.n < c.planned for c in highlighted)
-    lacking = f" [{short} of them without all pairs of seeds]" if short else ""
+    incomplete = f" [{short} of them without all pairs of seeds]" if short else ""
     size = f"{counts.family}-test family" + ("" if counts.tested == counts.family else f", {counts.tested} tested")
     rows = [
-        Row(("Highlighted MAB vs greedy rows",), ["Highlighted MAB vs greedy rows", str(n) + lacking]),
+        Row(("Highlighted MAB vs greedy rows",), ["Highlighted MAB vs greedy rows", str(n) + incomplete]),
         Row(("Bootstrap 95% CI excludes zero",), ["Bootstrap 95% CI excludes zero", f"{counts.bootstrap}/{n}"]),
         Row(("t 95% CI excludes zero",), ["t 95% CI excludes zero", f"{counts.t_interval}/{n}"]),
         Row(("Paired p < 0.05",), ["Paired p < 0.05", f"{counts.p}/{n}"]),
@@ -275,31 +276,31 @@ def _significance(tables: Sequence[Table]) -> Iterable[Rendered]:
 
 
 def _cost(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table B1: what choosing cost, over all rows of Table 4."""
+    """Table B1: the mean cost of a selection over all rows of Table 4."""
     cells = list(cells_of(tables, "4"))
     rows = []
     for method in _methods(cells):
-        records = [record for cell in cells for record in cell.records(method) if "dense" in record]
+        records = [record for cell in cells for record in cell.records(method) if record.judgement]
         if not records:
-            rows.append(Row((LABELS[method],), [LABELS[method], *[MISSING] * 5]))
+            rows.append(Row((label(method),), [label(method), *[MISSING] * 5]))
             continue
 
-        def mean(name: str, records: list[dict[str, object]] = records) -> float:
-            return statistics.fmean(figure(record, name) for record in records)
+        def mean(name: str, records: list[Record] = records) -> float:
+            return statistics.fmean(record.figure(name) for record in records)
 
         passes = mean("forwards") + mean("score_passes")
         planned = sum(len(cell.runs.get(method, {})) for cell in cells)
-        lacking = f" [{len(records)} of {planned} runs]" if len(records) < planned else ""
-        cells_of_row = [f"{mean('pulls'):.0f}{lacking}", f"{passes:.1f}", f"{mean('selection_seconds'):.2f}"]
+        incomplete = f" [{len(records)} of {planned} runs]" if len(records) < planned else ""
+        cells_of_row = [f"{mean('pulls'):.0f}{incomplete}", f"{passes:.1f}", f"{mean('selection_seconds'):.2f}"]
         cells_of_row += [f"{mean('total_seconds'):.2f}", f"{mean('candidates'):.1f}"]
-        rows.append(Row((LABELS[method],), [LABELS[method], *cells_of_row]))
+        rows.append(Row((label(method),), [label(method), *cells_of_row]))
     if rows:
         columns = ["Method", "Candidate evals", "Forward batches", "Selection time (s)", "Total time (s)", "Mean total units"]
         yield _rendered("B1", columns, rows)
 
 
 def _ablations(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """A value of the varied setting a row, a method a column; the paper has none of these."""
+    """One row per value of the varied setting, one column per method; the paper has no such tables."""
     cells = list(cells_of(tables, "ablation"))
     for name in dict.fromkeys(name for cell in cells for name in cell.vary):
         varied = [cell for cell in cells if name in cell.vary]
@@ -307,7 +308,7 @@ def _ablations(tables: Sequence[Table]) -> Iterable[Rendered]:
         several = len({(cell.model, cell.data, cell.target, cell.ratio) for cell in varied}) > 1
         rows = []
         for cell in varied:
-            about = [cell.model, cell.data, KINDS.get(cell.target, cell.target), _ratio(cell)] if several else []
+            about = [cell.model, cell.data, _kind(cell), _ratio(cell)] if several else []
             values = [
                 percent(s) if cell.task == "text" else shown(s, 4) for s in (cell.spread(m, cell.metric) for m in methods)
             ]
@@ -316,7 +317,7 @@ def _ablations(tables: Sequence[Table]) -> Iterable[Rendered]:
         what = "change of perplexity" if varied[0].task == "text" else "change of Top-1"
         words = name.replace("_", " ")
         columns = [*(["Model", "Dataset", "Target", "Ratio"] if several else []), words.capitalize()]
-        columns += [*(LABELS[m] for m in methods), *(f"{LABELS[m]} evals" for m in methods)]
+        columns += [*(label(m) for m in methods), *(f"{label(m)} evals" for m in methods)]
         where = "" if several else f" ({replace(varied[0], vary={})})"
         yield Rendered("ablation", f"ablation-{name.replace('_', '-')}", f"Ablation of {words}: {what}{where}", columns, rows)
 
@@ -340,38 +341,39 @@ Show = Callable[[Cell, str], str]
 
 
 def _long(number: str, cells: Iterable[Cell], names: tuple[str, ...], columns: dict[str, Show]) -> Iterable[Rendered]:
-    """A method of a cell a row: what names it, and its figures."""
+    """A table with one row per method of a cell: the columns `names` identify it, the others are its figures."""
     rows = []
     for cell in cells:
-        target, ratio = _what(cell)
+        target, ratio = _target_and_ratio(cell)
         for method in cell.runs:
-            naming = {
+            values = {
                 "Dataset": cell.data,
                 "Model": cell.model,
                 "Target": target,
                 "Ratio": ratio,
-                "Method": LABELS[method],
+                "Method": label(method),
             }
-            key = tuple(naming[name] for name in names if name in KEYS[number][0])
-            rows.append(Row(key, [*(naming[name] for name in names), *(show(cell, method) for show in columns.values())]))
+            key = tuple(values[name] for name in names if name in KEYS[number][0])
+            rows.append(Row(key, [*(values[name] for name in names), *(show(cell, method) for show in columns.values())]))
     if rows:
         yield _rendered(number, [*names, *columns], rows)
 
 
-def _rendered(number: str, columns: list[str], rows: list[Row], of: str = "") -> Rendered:
-    own = not any(paper_row(number, *row.key) for row in rows)
-    suffix = f"-{slug(of)}" if of and own else ""
-    title = TITLES[number] + (f" ({of})" if of else "")
+def _rendered(number: str, columns: list[str], rows: list[Row], model: str = "") -> Rendered:
+    in_paper = any(paper_row(number, *row.key) for row in rows)
+    suffix = f"-{slug(model)}" if model and not in_paper else ""
+    title = TITLES[number] + (f" ({model})" if model else "")
     return Rendered(number, f"table{number}{suffix}", title, columns, rows, list(NOTES.get(number, [])))
 
 
 def _methods(cells: Iterable[Cell]) -> list[str]:
-    there = {method for cell in cells for method in cell.runs}
-    return [method for method in LABELS if method in there]
+    """The methods of the cells, in the order of METHODS; unknown ones last."""
+    methods = {method for cell in cells for method in cell.runs}
+    return [*(method for method in METHODS if method in methods), *sorted(methods - set(METHODS))]
 
 
 def shown(spread: Spread | None, digits: int, unit: str = "", *, count_failed: bool = True) -> str:
-    """A mean with its deviation, and what is to be said of runs that failed or are not there."""
+    """A mean with its deviation, and a note if runs failed or are missing."""
     if spread is None:
         return ""
     if not spread.ended:
@@ -408,17 +410,16 @@ def _evals(cell: Cell, method: str) -> str:
 
 
 def _zeroed(cell: Cell, method: str) -> str:
-    values = [figure(record, "zeroed_percent") for record in cell.records(method) if "zeroed_percent" in record]
+    values = [record.figure("zeroed_percent") for record in cell.records(method) if record.judgement]
     return _range(min(values), max(values), "{:.4f}%") if values else MISSING
 
 
 def _share(cell: Cell, method: str | None = None) -> str:
-    record = next((record for record in cell.records(method) if "unit_ratio" in record), None)
-    if record is None:
+    judgement = next((record.judgement for record in cell.records(method) if record.judgement), None)
+    if judgement is None:
         return MISSING
-    n = len(record["units"])
-    share = f"{figure(record, 'unit_ratio'):.2%}"
-    return f"{n}/{record['candidates']} ({share})" if cell.task == "image" else share
+    share = f"{judgement.unit_ratio:.2%}"
+    return f"{len(judgement.units)}/{judgement.candidates} ({share})" if cell.task == "image" else share
 
 
 def _note(cell: Cell, method: str) -> str:
@@ -428,11 +429,15 @@ def _note(cell: Cell, method: str) -> str:
     return f"{spread.mean:.0f} evals" if spread.mean else "Static/no selection evals"
 
 
-def _what(cell: Cell) -> tuple[str, str]:
-    """Target and ratio, as the paper writes them for texts and for images."""
+def _target_and_ratio(cell: Cell) -> tuple[str, str]:
+    """The target and the ratio, as the paper writes them for texts and for images."""
     if cell.task == "image":
         return {"head": "attention heads"}.get(cell.target, cell.target), f"{cell.ratio:.2f}"
-    return KINDS.get(cell.target, cell.target), _ratio(cell)
+    return _kind(cell), _ratio(cell)
+
+
+def _kind(cell: Cell) -> str:
+    return KINDS[cell.target].label if cell.target in KINDS else cell.target
 
 
 def _ratio(cell: Cell) -> str:
@@ -452,19 +457,19 @@ def _range(low: float, high: float, form: str) -> str:
 
 
 def _beside_paper(rendered: Rendered) -> Rendered:
-    """The same with the paper's row below each of ours, under our columns."""
+    """Add the paper's row below each of our rows, under our columns."""
     if rendered.number not in KEYS:
         return replace(rendered, notes=[*rendered.notes, "The paper has no such table."])
     rows = []
     for row in rendered.rows:
-        theirs = paper_row(rendered.number, *row.key)
-        cells = [theirs.get(name, "") for name in rendered.columns] if theirs else ["no such row"]
+        printed = paper_row(rendered.number, *row.key)
+        cells = [printed.get(name, "") for name in rendered.columns] if printed else ["no such row"]
         blanks = [""] * (len(rendered.columns) - len(cells))
         rows += [Row(row.key, ["ours", *row.cells]), Row(row.key, ["paper", *cells, *blanks])]
     return replace(rendered, columns=["", *rendered.columns], rows=rows)
 
 
-# Forms
+# Output formats
 
 
 def markdown(rendered: Rendered) -> str:

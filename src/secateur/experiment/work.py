@@ -1,17 +1,17 @@
-"""One task of a grid, done: plain data in, records out. The same function runs here, in another process, or on a cluster.
+"""Do one task of a grid: a Task in, records out. The same function runs in this process, in another, or on a cluster.
 
-A worker keeps the model it loaded last, with its batches and what the dense model scored on them, for the tasks to come.
+A worker keeps the model that it loaded last, with its batches and the dense model's evaluations, for the next tasks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import platform
 import re
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,220 +19,249 @@ import psutil
 import torch
 from torch import nn
 
-from secateur import jsonio
-from secateur.damage import free_memory
-from secateur.data import Batches, Source, check_apart
+from secateur.data.batches import Batches, check_apart
+from secateur.data.load import load_batches
 from secateur.errors import SecateurError, SettingError, first_line
-from secateur.evaluate import Evaluation, evaluate
-from secateur.experiment.store import Record
-from secateur.families import task_of
-from secateur.losses import device_of
-from secateur.models import digest, load, versions
-from secateur.prune import Judging, Settings, choose_units, judge, load_batches
-from secateur.selection import Selection
-from secateur.units import Unit
+from secateur.experiment.store import DONE, FAILED, Record
+from secateur.experiment.workers import KnownChoice, Outcome, Part, Task, TaskRun
+from secateur.judgement import Evaluation, Judgement
+from secateur.measure.evaluate import evaluate
+from secateur.measure.judge import judge
+from secateur.model.families import task_of
+from secateur.model.loading import Opened, open_model, versions
+from secateur.model.losses import device_of
+from secateur.search.damage import free_memory
+from secateur.selection import Selection, Source
+from secateur.settings import Machine, Provenance, Settings
+from secateur.steps import choose
 
-Task = dict[str, Any]  # the settings of one choice of units, and the runs that judge it
 IMAGE_BYTES = 3 * 224 * 224 * 4
-CHANGES = ("delta_loss", "ppl_change_percent", "delta_top1")  # what tables average
+CHANGES = ("delta_loss", "ppl_change_percent", "delta_top1")  # the changes that tables average
 
 
 class Workplace:
-    """What a worker keeps between tasks."""
+    """The model, batches and dense evaluations that a worker keeps between tasks."""
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
-        self._of: tuple[str, ...] | None = None
-        self._model: nn.Module | None = None
-        self._processor: Any = None
-        self.digest = ""
+        self._model_key: tuple[str, ...] | None = None
+        self._opened: Opened | None = None
         self._batches: dict[tuple[Any, ...], Batches] = {}
         self._sources: dict[tuple[Any, ...], Source] = {}
         self._dense: dict[str, Evaluation] = {}
 
-    def open(self, settings: Settings, trust_remote_code: bool) -> nn.Module:
-        wanted = (settings.model, settings.device, settings.dtype)
-        if self._model is None or self._of != wanted:
-            self._forget()  # before there are two of them
-            self._model, self._processor = load(
+    @property
+    def opened(self) -> Opened:
+        assert self._opened
+        return self._opened
+
+    def open(self, settings: Settings, trust_remote_code: bool) -> Opened:
+        """The model of the settings, loaded unless it is the one kept."""
+        key = (settings.model, settings.device, settings.dtype)
+        if self._opened is None or self._model_key != key:
+            self._forget()  # first, so that memory never holds two models
+            self._opened = open_model(
                 settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=trust_remote_code
             )
-            self._of, self.digest = wanted, digest(self._model)
-        return self._model
+            self._model_key = key
+        return self._opened
 
     def batches(self, name: str, settings: Settings, split: str, size: int, most: int = 0) -> Batches:
         key = self._key(name, settings, split, size, most)
         if key not in self._batches:
-            assert self._model
-            if task_of(self._model) == "image":  # images of another seed are not asked for again soon, and are large
-                self._batches = {old: kept for old, kept in self._batches.items() if old[1] != split}
-            roomy = 2 * size * IMAGE_BYTES < psutil.virtual_memory().available
+            model = self.opened.model
+            if task_of(model) == "image":  # images are large, and those of another seed are not needed soon
+                self._batches = {old: batches for old, batches in self._batches.items() if old[1] != split}
+            keep = 2 * size * IMAGE_BYTES < psutil.virtual_memory().available
             self._batches[key] = load_batches(
-                self._model, self._processor, name, settings, split=split, size=size, most=most, keep=roomy
+                model, self.opened.processor, name, settings, split=split, size=size, most=most, keep=keep
             )
             self._sources[key] = self._batches[key].source
         return self._batches[key]
 
     def source(self, name: str, settings: Settings, split: str, size: int) -> Source:
-        """Where such batches come from, also when they have been let go of."""
+        """The source of such batches, which need not be in memory any more."""
         known = self._sources.get(self._key(name, settings, split, size, 0))
         return known or self.batches(name, settings, split, size).source
 
     def _key(self, name: str, settings: Settings, split: str, size: int, most: int) -> tuple[Any, ...]:
-        assert self._model
-        seed = settings.seed if task_of(self._model) == "image" else None
+        seed = settings.seed if task_of(self.opened.model) == "image" else None
         return name, split, size, most, settings.seq_len, settings.batch_size, seed
 
-    def dense(self, run: dict[str, Any], batches: Batches) -> Evaluation:
-        """What the dense model scores: known from an earlier run's record or task, or measured now."""
-        base, key = run["base"], run["base_key"]
-        if base:
-            if (base["model_digest"], base["data_digest"]) != (self.digest, batches.source.digest):
+    def dense(self, run: TaskRun, batches: Batches) -> Evaluation:
+        """The dense model's evaluation: from an earlier record or task, or measured now."""
+        if run.base:
+            if (run.base.model_digest, run.base.data_digest) != (self.opened.digest, batches.source.digest):
                 raise SettingError(
-                    f"The store has {run['model']} on {run['data']} with other weights or other data than are here; "
-                    "choose another store with -o, or put back what was there."
+                    f"The store's records of {run.model} on {run.data} were made with other weights or data than this machine "
+                    "has; choose another store with -o, or restore the earlier files."
                 )
-            self._dense.setdefault(key, Evaluation.from_json(base["dense"]))
-        if key not in self._dense:
-            assert self._model
-            self._dense[key] = evaluate(self._model, batches)
-        return self._dense[key]
+            self._dense.setdefault(run.base_key, run.base.dense)
+        if run.base_key not in self._dense:
+            self._dense[run.base_key] = evaluate(self.opened.model, batches)
+        return self._dense[run.base_key]
 
 
-_here = Workplace()
+_workplace = Workplace()
 
 
-def perform(task: Task) -> dict[str, Any]:
-    """Do the runs of a task: {"records": one for each}, or {"problem": why it cannot be begun on this machine}."""
-    if task.get("threads"):
-        torch.set_num_threads(task["threads"])
-    asked = Settings(**task["settings"], device=task["device"])
+def forget() -> None:
+    """Drop the model, batches and evaluations that were kept."""
+    global _workplace
+    _workplace = Workplace()
+
+
+def perform(task: Task, part: Part) -> Outcome:
+    """Do the runs of a task. If its model or data cannot be loaded, that is a problem of this machine, not a failed run."""
+    if part.threads:
+        torch.set_num_threads(part.threads)
+    requested = task.settings
     try:
-        settings = dataclasses.replace(asked, model=expanded(asked.model), calibration=expanded(asked.calibration))
-        model = _here.open(settings, task["trust_remote_code"])
-        if task_of(model) != task["task"]:
-            raise SettingError(f"The grid's task is {task['task']!r}, but {asked.model} is a model for {task_of(model)!r}.")
-        calibrating = (settings.calibration, settings, "train", settings.calibration_size)
-        source = _here.source(*calibrating)
-        judged = [_judged(run, settings) for run in task["runs"]]
-        for batches in judged:
+        settings = replace(requested, model=expanded(requested.model), calibration=expanded(requested.calibration))
+        opened = _workplace.open(settings, task.trust_remote_code)
+        if task_of(opened.model) != task.task:
+            raise SettingError(
+                f"The grid's task is {task.task!r}, but {requested.model} is a model for {task_of(opened.model)!r}."
+            )
+        calibration = (settings.calibration, settings, "train", settings.calibration_size or 0)
+        source = _workplace.source(*calibration)
+        evaluation = [_evaluation_batches(run, settings) for run in task.runs]
+        for batches in evaluation:
             check_apart(source, batches.source)
-        dense = [_here.dense(run, batches) for run, batches in zip(task["runs"], judged, strict=True)]
-        if task["choice"] and task["choice"]["model_digest"] != _here.digest:
-            raise SettingError(
-                f"The store chose units of {asked.model} with other weights than are here; choose another store."
-            )
-        if (task["calibration_digest"] or source.digest) != source.digest:
-            raise SettingError(
-                f"The store chose units of {asked.model} by other texts or images than {asked.calibration} has now; choose "
-                "another store with -o, or put back what was there."
-            )
+        dense = [_workplace.dense(run, batches) for run, batches in zip(task.runs, evaluation, strict=True)]
+        _check_same(task, opened, source)
     except SecateurError as error:
-        return {"problem": str(error)}
-    except Exception as error:  # such as too little memory for the dense model
+        return Outcome(problem=str(error))
+    except Exception as error:  # such as not enough memory for the dense model
         return _failed(task, error)
     try:
-        choice = task["choice"] or _choose(model, _here.batches(*calibrating), settings, task)
+        choice = task.choice or _choose(opened, _workplace.batches(*calibration), settings, part)
     except Exception as error:
         return _failed(task, error)
-    about = {
-        "model_digest": _here.digest,
-        "calibration_digest": source.digest,
-        "machine": machine(model),
-    }
+    selection = Selection(choice.units, Provenance(settings, opened.digest, source.digest))
     records = []
-    for i, (batches, base) in enumerate(zip(judged, dense, strict=True)):
+    for run, batches, base in zip(task.runs, evaluation, dense, strict=True):
         started = time.perf_counter()
-        units = tuple(Unit.from_json(unit) for unit in choice["units"])
         try:
-            found = judge(model, Selection(units, dataclasses.asdict(settings)), batches, dense=base)
+            judgement = judge(opened.model, selection, batches, dense=base)
         except Exception as error:
-            records.append(failed_record(task, i, _reason(error)))
+            records.append(failed_record(task, run, _reason(error)))
             continue
         seconds = time.perf_counter() - started
-        spent = {"evaluation_seconds": seconds, "total_seconds": choice["selection_seconds"] + seconds}
-        reason = _not_finite(found)
-        status = {"status": "failed", "reason": reason} if reason else {"status": "done"}
-        about["data_digest"] = batches.source.digest
-        records.append(_record(task, i) | status | found | choice | spent | about)
-    return {"records": [jsonio.to_json(record) for record in records]}
+        records.append(_record(task, run, opened, source, batches.source, choice, judgement, seconds))
+    return Outcome(records=tuple(records))
 
 
-def _failed(task: Task, error: Exception) -> dict[str, Any]:
-    return {"records": [failed_record(task, i, _reason(error)) for i in range(len(task["runs"]))]}
+def _check_same(task: Task, opened: Opened, source: Source) -> None:
+    """Refuse to combine units from the store with other weights or other calibration data."""
+    if task.choice and task.model_digest != opened.digest:
+        raise SettingError(
+            f"The store's units of {task.settings.model} were chosen with other weights than this machine has; choose another "
+            "store with -o, or restore the earlier weights."
+        )
+    if (task.calibration_digest or source.digest) != source.digest:
+        raise SettingError(
+            f"The store's units of {task.settings.model} were chosen by other texts or images than {task.settings.calibration} "
+            "has now; choose another store with -o, or restore the earlier data."
+        )
 
 
-def _not_finite(found: dict[str, Any]) -> str:
-    """What is not finite in a judgement; empty where all of it is."""
-    for name, what in (("pruned", "the loss"), ("dense", "the dense model's loss")):
-        if bad := found[name]["nonfinite_batches"]:
-            return f"{what} is not finite on {bad} of {len(found[name]['batch_losses'])} batches"
-    there = [name for name in CHANGES if name in found]
-    return next((f"{name} is not finite" for name in there if not math.isfinite(float(found[name]))), "")
+def _record(
+    task: Task,
+    run: TaskRun,
+    opened: Opened,
+    calibration: Source,
+    data: Source,
+    choice: KnownChoice,
+    judgement: Judgement,
+    seconds: float,
+) -> Record:
+    reason = _not_finite(judgement)
+    return replace(
+        failed_record(task, run, reason),
+        status=FAILED if reason else DONE,
+        judgement=replace(judgement, pulls=choice.pulls, forwards=choice.forwards, nonfinite_pulls=choice.nonfinite_pulls),
+        score_passes=choice.score_passes,
+        selection_seconds=choice.selection_seconds,
+        evaluation_seconds=seconds,
+        total_seconds=choice.selection_seconds + seconds,
+        model_digest=opened.digest,
+        calibration_digest=calibration.digest,
+        data_digest=data.digest,
+        machine=machine(opened.model),
+    )
 
 
-def failed_record(task: Task, i: int, reason: str) -> Record:
-    """The record of a run that raised, or whose worker was lost: its configuration, and why."""
-    return _record(task, i) | {"status": "failed", "reason": reason}
+def _failed(task: Task, error: Exception) -> Outcome:
+    return Outcome(records=tuple(failed_record(task, run, _reason(error)) for run in task.runs))
 
 
-def _record(task: Task, i: int) -> Record:
-    run = task["runs"][i]
-    return {
-        "key": run["key"],
-        "status": "",
-        "grid": task["grid"],
-        "model": run["model"],
-        "data": run["data"],
-        "seed": run["seed"],
-        "settings": task["settings"],
-        "judging": run["judging"],
-        "choice_key": task["choice_key"],
-        "base_key": run["base_key"],
-        "versions": versions(),
-    }
+def _not_finite(judgement: Judgement) -> str:
+    """Says what is not finite in a judgement; empty if everything is finite."""
+    for evaluation, name in ((judgement.zeroed, "the loss"), (judgement.dense, "the dense model's loss")):
+        if n_bad := evaluation.nonfinite_batches:
+            return f"{name} is not finite on {n_bad} of {len(evaluation.batch_losses)} batches"
+    values = {name: judgement.changes[name] for name in CHANGES if name in judgement.changes}
+    return next((f"{name} is not finite" for name, value in values.items() if not math.isfinite(value)), "")
 
 
-def _choose(model: nn.Module, calibration: Batches, settings: Settings, task: Task) -> dict[str, Any]:
+def failed_record(task: Task, run: TaskRun, reason: str) -> Record:
+    """The record of a run that raised an error or whose worker died: its configuration and the reason."""
+    return Record(
+        key=run.key,
+        status=FAILED,
+        grid=task.grid,
+        model=run.model,
+        data=run.data,
+        seed=run.seed,
+        settings=task.settings,
+        judging=run.judging,
+        choice_key=task.choice_key,
+        base_key=run.base_key,
+        versions=versions(),
+        reason=reason,
+    )
+
+
+def _choose(opened: Opened, calibration: Batches, settings: Settings, part: Part) -> KnownChoice:
     started = time.perf_counter()
-    share = task.get("memory_share") or 1
-    memory = int(free_memory(device_of(model)) / 2 * share) if share < 1 else None
-    selection = choose_units(model, calibration, settings, cache_memory=memory)
-    return {
-        "units": [unit.to_json() for unit in selection.units],
-        "pulls": selection.pulls,
-        "forwards": selection.forwards,
-        "nonfinite_pulls": selection.nonfinite_pulls,
-        "score_passes": min(settings.score_batches, len(calibration)) if settings.scores_batches else 0,
-        "selection_seconds": time.perf_counter() - started,
-    }
+    memory = int(free_memory(device_of(opened.model)) / 2 * part.memory) if part.memory < 1 else None
+    selection = choose(opened, calibration, settings, machine=Machine(cache_memory=memory))
+    return KnownChoice(
+        units=selection.units,
+        pulls=selection.pulls,
+        forwards=selection.forwards,
+        nonfinite_pulls=selection.nonfinite_pulls,
+        score_passes=min(settings.score_batches, len(calibration)) if settings.scores_batches else 0,
+        selection_seconds=time.perf_counter() - started,
+    )
 
 
-def _judged(run: dict[str, Any], settings: Settings) -> Batches:
-    """The batches that judge a run: drawn by its own seed, whichever seed chose the units."""
-    judging = Judging(**run["judging"])
-    seeded = settings if run["seed"] is None else dataclasses.replace(settings, seed=run["seed"])
-    return _here.batches(expanded(judging.data), seeded, "test", judging.size, judging.max_batches)
+def _evaluation_batches(run: TaskRun, settings: Settings) -> Batches:
+    """The batches that judge a run: drawn by its own seed, even if another seed chose the units."""
+    judging = run.judging
+    seeded = settings if run.seed is None else replace(settings, seed=run.seed)
+    return _workplace.batches(expanded(judging.data or ""), seeded, "test", judging.size or 0, judging.max_batches or 0)
 
 
 def expanded(name: str) -> str:
-    """A name with the environment's variables filled in, as in $SECATEUR_DATA/imagenette."""
-    found = os.path.expandvars(name)
-    if missing := re.search(r"\$\{?(\w+)", found):
+    """A name with its environment variables filled in, such as $SECATEUR_DATA/imagenette."""
+    filled = os.path.expandvars(name)
+    if missing := re.search(r"\$\{?(\w+)", filled):
         raise SettingError(
-            f"{name!r} speaks of the environment variable {missing[1]}, which is not set: set it to the folder in which the "
-            "rest of the name is found."
+            f"{name!r} uses the environment variable {missing[1]}, which is not set; set it to the folder that holds the rest "
+            "of the path."
         )
-    return found
+    return filled
 
 
 def machine(model: nn.Module) -> dict[str, Any]:
-    """Where a run was made: enough to read its timings by."""
+    """The hardware of a run, which its timings depend on."""
     device = device_of(model)
-    found = {"processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
-    return found | ({"accelerator": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
+    hardware = {"processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    return hardware | ({"accelerator": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
 
 
 def _processor() -> str:
@@ -240,11 +269,11 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    named = re.search(r"model name\s*:\s*(.+)", text)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*:\s*(.+)", text)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _reason(error: Exception) -> str:
-    """What a failed record says of an exception: its kind, its first line, and where it was raised."""
+    """The reason in a failed record: the exception's type, its first line, and where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {first_line(error)} ({Path(frame.filename).name}:{frame.lineno})"

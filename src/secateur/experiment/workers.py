@@ -1,4 +1,4 @@
-"""Where tasks are done: in this process, in others beside it, or on a Ray cluster. No record is written here."""
+"""Workers: do tasks in this process, in other processes, or on a Ray cluster. Writes no record and loads no model."""
 
 from __future__ import annotations
 
@@ -16,85 +16,155 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
 
 from secateur.errors import MissingExtra, SettingError, first_line
+from secateur.experiment.store import Record
+from secateur.judgement import Evaluation
+from secateur.settings import Judging, Settings
+from secateur.units import Unit
 
 Item = TypeVar("Item")
-Task = dict[str, Any]
-Prepare = Callable[[Item], Task | None]
-Outcome = dict[str, Any]  # {"records": [...]}, {"problem": sentence} or {"lost": reason}
 
 LOCAL = "local"
-TRIES = 3  # a task whose worker died is given to another, this often in all
-WORK = "secateur.experiment.work"  # imported by whoever does the work: a driver of other machines needs no model
+TRIES = 3  # how often a task is tried if its workers die
+WORK = "secateur.experiment.work"  # the module that performs a task; each worker imports it
 
 
 @dataclass(frozen=True)
 class Where:
-    """Who does the tasks: this process, `workers` others, or a Ray cluster at `ray`."""
+    """Where tasks are done: in this process, in `workers` other processes, or on the Ray cluster at `ray`."""
 
     workers: int = 0
     ray: str = ""
-    cpus: float = 1.0  # that a run on the cluster asks for
-    gpus: float = 0.0
-    threads: int = 0  # of each worker; 0: its share of the cores
+    cpus: float = 1.0  # per run on the cluster
+    gpus: float = 0.0  # per run on the cluster
+    threads: int = 0  # per worker; 0: its share of the cores
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 0), ("cpus", 0), ("gpus", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise SettingError(f"The {name} are {getattr(self, name)}, but must be at least {least}.")
         if self.workers and self.ray:
-            raise SettingError("Runs go to local workers or to a Ray cluster, not to both: give --workers or --ray.")
+            raise SettingError("Runs are done by local workers or on a Ray cluster, not both: give --workers or --ray.")
+
+
+@dataclass(frozen=True)
+class KnownChoice:
+    """A choice of units and what it cost, from the store or newly made."""
+
+    units: tuple[Unit, ...]
+    pulls: int
+    forwards: int
+    nonfinite_pulls: int
+    score_passes: int
+    selection_seconds: float
+
+
+@dataclass(frozen=True)
+class KnownBase:
+    """The dense model's evaluation from the store, with digests of the model and the data to check."""
+
+    dense: Evaluation
+    model_digest: str
+    data_digest: str
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """One run of a task: the keys of its record, and the data that judge it."""
+
+    key: str
+    base_key: str
+    model: str
+    data: str
+    seed: int | None
+    judging: Judging
+    base: KnownBase | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings of one choice of units, and the runs that judge it."""
+
+    grid: str
+    task: str
+    settings: Settings
+    choice_key: str
+    runs: tuple[TaskRun, ...]
+    choice: KnownChoice | None = None
+    model_digest: str | None = None  # weights that the store's choice was made with
+    calibration_digest: str | None = None  # calibration data that the store's records were made with
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A worker's share of its machine."""
+
+    threads: int = 0  # 0: torch decides
+    memory: float = 1.0  # fraction of the free memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a task: a record for each run, or a problem that kept it from starting, or how its worker died."""
+
+    records: tuple[Record, ...] = ()
+    problem: str = ""
+    lost: str = ""
+
+
+Prepare = Callable[[Item], Task | None]
 
 
 def perform_all(tasks: Sequence[Item], prepare: Prepare[Item], where: Where) -> Iterator[tuple[Item, Outcome]]:
-    """Each item with the outcome of its task, as they end.
+    """Do the task of each item, and yield the item with the outcome of its task when it ends.
 
-    A task is prepared when its turn comes, and not before; one that need not be done after all is None then.
+    `prepare` makes the task of an item just before it is done, or returns None if it need not be done.
     """
     if not tasks:
         return
     if where.ray:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray's own messages are no result
-            yield from _in_pool(tasks, prepare, _Cluster(where))
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints messages, but stdout is for results
+            yield from perform_in_pool(tasks, prepare, _Cluster(where))
     elif where.workers:
-        yield from _in_pool(tasks, prepare, _Processes(where))
+        yield from perform_in_pool(tasks, prepare, _Processes(where))
     else:
         for item in tasks:
             if task := prepare(item):
-                yield item, _perform(WORK, task | {"threads": where.threads})
+                yield item, _perform(WORK, task, Part(where.threads))
 
 
-def _perform(work: str, task: Task) -> Outcome:
-    outcome: Outcome = importlib.import_module(work).perform(task)
+def _perform(work: str, task: Task, part: Part) -> Outcome:
+    outcome: Outcome = importlib.import_module(work).perform(task, part)
     return outcome
 
 
 # Workers
 
 
-class _LostError(Exception):
+class WorkerLost(Exception):
     """A worker died; the message says how."""
 
 
-class _Pool(Protocol):
-    """Workers of one kind. What start and tell return stands for the answer to come, and is used up by it."""
+class Pool(Protocol):
+    """Workers of one kind. `start` and `give` return the handle of an answer to come, `awaited` below."""
 
     room: int
-    share: Task  # what each worker is told besides its task
+    part: Part  # each worker's
 
-    def start(self) -> tuple[Any, Any]: ...  # a worker, and its word that it is there
-    def tell(self, worker: Any, task: Task) -> Any: ...
-    def first(self, awaited: Iterable[Any]) -> Any: ...  # of the answers, one that has come
-    def answer(self, worker: Any, awaited: Any) -> Outcome: ...  # or a _LostError
+    def start(self) -> tuple[Any, Any]: ...  # a worker, and the handle of its answer that it has started
+    def give(self, worker: Any, task: Task) -> Any: ...
+    def first(self, awaited: Iterable[Any]) -> Any: ...  # the handle of an answer that has come
+    def answer(self, worker: Any, awaited: Any) -> Outcome: ...  # raises WorkerLost if the worker died
     def close(self) -> None: ...
 
 
-def _in_pool(tasks: Sequence[Item], prepare: Prepare[Item], pool: _Pool) -> Iterator[tuple[Item, Outcome]]:
-    """A task goes to a worker that has said it is there: none waits for one that a cluster has no room for."""
+def perform_in_pool(tasks: Sequence[Item], prepare: Prepare[Item], pool: Pool) -> Iterator[tuple[Item, Outcome]]:
+    """As `perform_all`, in a pool. Tasks go only to workers that have started: a cluster may have no room for all."""
     waiting = list(tasks)[::-1]
     tries: Counter[int] = Counter()
     idle: list[Any] = []
-    busy: dict[Any, tuple[Any, Item | None]] = {}  # by the answer: the worker, and what it does; None: it is starting
-    stillborn = 0  # workers in a row that died before they were there
+    busy: dict[Any, tuple[Any, Item | None]] = {}  # by handle: the worker and its item, or None while it starts
+    failed_starts = 0  # workers in a row that died before they had started
 
     def start() -> None:
         worker, awaited = pool.start()
@@ -109,29 +179,29 @@ def _in_pool(tasks: Sequence[Item], prepare: Prepare[Item], pool: _Pool) -> Iter
                 if task := prepare(item):
                     tries[id(item)] += 1
                     worker = idle.pop()
-                    busy[pool.tell(worker, task | pool.share)] = worker, item
+                    busy[pool.give(worker, task)] = worker, item
             if not waiting and all(item is None for _, item in busy.values()):
                 return
             awaited = pool.first(busy)
-            worker, done = busy.pop(awaited)
+            worker, ended = busy.pop(awaited)
             try:
                 outcome = pool.answer(worker, awaited)
-            except _LostError as lost:
+            except WorkerLost as lost:
                 start()
-                if done is None:
-                    stillborn += 1
-                    if stillborn == TRIES:
+                if ended is None:
+                    failed_starts += 1
+                    if failed_starts == TRIES:
                         raise SettingError(f"The workers die as they start, the last one with {lost}.") from lost
-                elif tries[id(done)] < TRIES:
-                    waiting.append(done)
+                elif tries[id(ended)] < TRIES:
+                    waiting.append(ended)
                 else:
-                    yield done, {"lost": f"its worker was lost {TRIES} times, the last time with {lost}"}
+                    yield ended, Outcome(lost=f"its worker died {TRIES} times, the last time with {lost}")
                 continue
             idle.append(worker)
-            if done is None:
-                stillborn = 0
+            if ended is None:
+                failed_starts = 0
             else:
-                yield done, outcome
+                yield ended, outcome
 
 
 class _Processes:
@@ -139,16 +209,16 @@ class _Processes:
 
     def __init__(self, where: Where) -> None:
         self.room = where.workers
-        self.share = {"threads": where.threads or max(1, _cores() // where.workers), "memory_share": 1 / where.workers}
+        self.part = Part(where.threads or max(1, _cores() // where.workers), 1 / where.workers)
         self._workers: list[_Process] = []
 
     def start(self) -> tuple[_Process, Connection]:
         self._workers.append(_Process())
         return self._workers[-1], self._workers[-1].connection
 
-    def tell(self, worker: _Process, task: Task) -> Connection:
-        with contextlib.suppress(OSError):  # one that died meanwhile does not answer
-            worker.connection.send(task)
+    def give(self, worker: _Process, task: Task) -> Connection:
+        with contextlib.suppress(OSError):  # if the worker has died, `answer` says so
+            worker.connection.send((task, self.part))
         return worker.connection
 
     def first(self, awaited: Iterable[Connection]) -> Connection:
@@ -161,7 +231,7 @@ class _Processes:
             outcome: Outcome = awaited.recv()
         except (EOFError, OSError) as error:
             self._workers.remove(worker)
-            raise _LostError(f"exit code {worker.stop()}") from error
+            raise WorkerLost(f"exit code {worker.stop()}") from error
         return outcome
 
     def close(self) -> None:
@@ -171,14 +241,14 @@ class _Processes:
 
 class _Process:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would take torch's threads along, and they do not survive it
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(WORK, theirs), daemon=True)
+        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        self.connection, worker_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(WORK, worker_end), daemon=True)
         self._process.start()
-        theirs.close()
+        worker_end.close()
 
     def stop(self) -> int | None:
-        """End the process, whatever it is doing; its exit code."""
+        """End the process, even if it is busy, and return its exit code."""
         self.connection.close()
         self._process.join(0.2)
         if self._process.is_alive():
@@ -188,11 +258,11 @@ class _Process:
 
 
 def _serve(work: str, connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver is told, and stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the driver, which stops its workers
     with contextlib.suppress(EOFError, BrokenPipeError):
-        connection.send({})
+        connection.send(Outcome())
         while True:
-            connection.send(_perform(work, connection.recv()))
+            connection.send(_perform(work, *connection.recv()))
 
 
 def _cores() -> int:
@@ -200,31 +270,31 @@ def _cores() -> int:
 
 
 class _Cluster:
-    """Actors on a Ray cluster. Ray's plain tasks would have to load a model anew for each run that takes a GPU."""
+    """Actors on a Ray cluster, which keep their model between tasks. Ray's plain tasks reload it for each run on a GPU."""
 
     def __init__(self, where: Where) -> None:
-        self._ray = ray = _joined(where.ray)
+        self._ray = ray = _connect(where.ray)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        needs = [(name, wanted) for name, wanted in (("CPU", where.cpus), ("GPU", where.gpus)) if wanted]
-        slots = [min((int(there.get(name, 0) // wanted) for name, wanted in needs), default=1) for there in nodes]
+        needs = [(name, count) for name, count in (("CPU", where.cpus), ("GPU", where.gpus)) if count]
+        slots = [min((int(node.get(name, 0) // count) for name, count in needs), default=1) for node in nodes]
         self.room = sum(slots)
         if not self.room:
             ray.shutdown()
-            most = " and ".join(f"{max((n.get(name, 0) for n in nodes), default=0):g} {name}s" for name in ("CPU", "GPU"))
+            most = " and ".join(f"{max((node.get(name, 0) for node in nodes), default=0):g} {name}s" for name in ("CPU", "GPU"))
             raise SettingError(
-                f"A run asks for {where.cpus:g} CPUs and {where.gpus:g} GPUs, and no machine of the cluster has more than "
+                f"A run asks for {where.cpus:g} CPUs and {where.gpus:g} GPUs, but no machine of the cluster has more than "
                 f"{most}; ask for less with --cpus-per-run and --gpus-per-run."
             )
-        share = min(1.0, where.gpus) if where.gpus else 1 / max(slots)  # of the memory of a GPU, or of a machine
-        self.share = {"threads": where.threads or max(1, int(where.cpus)), "memory_share": share}
+        share = min(1.0, where.gpus) if where.gpus else 1 / max(slots)  # of the memory of a GPU or of a machine
+        self.part = Part(where.threads or max(1, int(where.cpus)), share)
         self._actor = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(_Actor)
 
     def start(self) -> tuple[Any, Any]:
         worker = self._actor.remote()
-        return worker, worker.here.remote()
+        return worker, worker.ready.remote()
 
-    def tell(self, worker: Any, task: Task) -> Any:
-        return worker.perform.remote(WORK, task)
+    def give(self, worker: Any, task: Task) -> Any:
+        return worker.perform.remote(WORK, task, self.part)
 
     def first(self, awaited: Iterable[Any]) -> Any:
         return self._ray.wait(list(awaited), num_returns=1)[0][0]
@@ -234,7 +304,7 @@ class _Cluster:
             outcome: Outcome = self._ray.get(awaited)
         except self._ray.exceptions.RayError as error:
             self._ray.kill(worker)
-            raise _LostError(f"{type(error).__name__}: {first_line(error)}") from error
+            raise WorkerLost(f"{type(error).__name__}: {first_line(error)}") from error
         return outcome
 
     def close(self) -> None:
@@ -242,16 +312,16 @@ class _Cluster:
 
 
 class _Actor:
-    def here(self) -> Outcome:
-        return {}
+    def ready(self) -> Outcome:
+        return Outcome()
 
-    def perform(self, work: str, task: Task) -> Outcome:
-        return _perform(work, task)
+    def perform(self, work: str, task: Task, part: Part) -> Outcome:
+        return _perform(work, task, part)
 
 
-def _joined(address: str) -> Any:
-    """Ray, as part of the cluster at an address."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for it to be told
+def _connect(address: str) -> Any:
+    """Connect to the Ray cluster at an address and return the module `ray`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no statistics leave this machine
     try:
         import ray
     except ImportError as error:
@@ -260,21 +330,20 @@ def _joined(address: str) -> Any:
         if address == LOCAL:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         else:
-            _knock(address)
+            _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (RuntimeError, ValueError, OSError) as error:
         raise SettingError(
-            f"No Ray cluster answers at {address!r}: {first_line(error)} Start one with `ray start --head`, or take "
-            "--ray local."
+            f"No Ray cluster answers at {address!r}: {first_line(error)} Start one with `ray start --head`, or use --ray local."
         ) from error
     return ray
 
 
-def _knock(address: str) -> None:
-    """Whether anybody answers there at all: Ray itself would go on asking for minutes."""
+def _check_reachable(address: str) -> None:
+    """Refuse an address where nothing answers: Ray itself would keep trying for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address == "auto":
         return
     if not host or not port.isdecimal():
-        raise ValueError("An address is HOST:PORT, ray://HOST:PORT or auto.")
+        raise ValueError("The address must be HOST:PORT, ray://HOST:PORT or auto.")
     socket.create_connection((host, int(port)), timeout=5).close()

@@ -1,0 +1,5 @@
+"""`python -m secateur` is the command `secateur`."""
+
+from secateur.cli.app import main
+
+main()

@@ -1,0 +1,5 @@
+"""`python -m secateur.cli` is the command `secateur`."""
+
+from secateur.cli.app import main
+
+main()

@@ -1,0 +1,193 @@
+"""The commands for comparing methods: grid, compare, tables, figures. Each parses, calls, shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table as Shown
+
+from secateur.cli.display import GridBars, stderr, stdout
+from secateur.cli.options import AsJson, takes
+from secateur.cut.record import markdown as table_of
+from secateur.errors import SettingError, not_one_of
+from secateur.experiment.compare import Comparison, against_baseline, compare as compare_cells, summary
+from secateur.experiment.figures import draw
+from secateur.experiment.grid import Grid, read_grid, run_grid
+from secateur.experiment.store import RECORDS, read_store, read_tables
+from secateur.experiment.tables import FORMS, markdown, render
+from secateur.experiment.workers import Where
+from secateur.files import jsonio
+from secateur.methods import METHODS, label
+
+WHERE = "Where to run"
+COLUMNS = ["table", "cell", "method", "pairs", "difference", "bootstrap 95%", "t 95%", "p", "Wilcoxon p", "q", "loss 95%"]
+StoreFolder = Annotated[Path, typer.Argument(help="The store that `secateur grid` wrote.", show_default=False)]
+
+
+@takes("device", "trust_remote_code")
+def grid(
+    file: Annotated[Path, typer.Argument(help="The grid, a TOML file such as runs/table9.toml.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The store: a folder for the records.", show_default=False)],
+    plan: Annotated[bool, typer.Option("--plan", help="Only show what there is to do.", rich_help_panel=WHERE)] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try runs again that raised an error.", rich_help_panel=WHERE)
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Local processes; 0 runs in this one.", rich_help_panel=WHERE)] = 0,
+    ray: Annotated[
+        str, typer.Option(help="A Ray cluster's address, or local.", show_default=False, rich_help_panel=WHERE)
+    ] = "",
+    cpus_per_run: Annotated[float, typer.Option(help="CPUs that a run on Ray asks for.", rich_help_panel=WHERE)] = 1,
+    gpus_per_run: Annotated[float, typer.Option(help="GPUs that a run on Ray asks for.", rich_help_panel=WHERE)] = 0,
+    threads: Annotated[
+        int,
+        typer.Option(
+            help="Threads of each worker. \\[default: its share of the cores]", show_default=False, rich_help_panel=WHERE
+        ),
+    ] = 0,
+    as_json: AsJson = False,
+    **settings: Any,
+) -> None:
+    """Do every run of a grid that has no record in the store yet.
+
+    Kill it at any moment and start it again: what has ended is not done twice. A run that raises an error becomes a failed
+    record, and the grid goes on. Runs whose model or data cannot be loaded are left for another time.
+    """
+    where = Where(workers, ray, cpus_per_run, gpus_per_run, threads)
+    wanted = read_grid(file)
+    if plan:
+        _show_plan(wanted, out, as_json)
+        return
+    with GridBars(len(wanted.runs)) as bars:
+        result = run_grid(
+            wanted,
+            out,
+            where=where,
+            retry_failed=retry_failed,
+            progress=bars.ran,
+            say=bars.say,
+            **settings,
+        )
+    if as_json:
+        counts = {"done": result.done, "failed": result.failed, "left": result.left, "problems": list(result.problems)}
+        print(jsonio.dumps(counts, indent=1))
+    else:
+        stdout.print(f"{result.done} runs done, {result.failed} failed, {result.left} left. Records: {out / 'results.jsonl'}")
+    for problem in result.problems:
+        stderr.print(f"error: {problem}")
+    if result.problems:
+        raise typer.Exit(2)
+
+
+def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
+    ended = read_store(store, stderr.print)[0] if (store / RECORDS).exists() else {}
+    left = {run.key for run in wanted.runs} - set(ended)
+    if as_json:
+        print(jsonio.dumps(wanted.plan().to_json() | {"left": sorted(left)}, indent=1))
+        return
+    shown = Shown("table", "cells", "methods", "runs", "left")
+    for table in wanted.tables:
+        methods = dict.fromkeys(method for cell in table.cells for method in cell.runs)
+        keys = {run.key for cell in table.cells for runs in cell.runs.values() for run in runs.values()}
+        shown.add_row(table.number, str(len(table.cells)), ", ".join(methods), str(len(keys)), str(len(keys & left)))
+    stdout.print(shown)
+    models = Counter(run.model for run in wanted.runs)
+    counts = ", ".join(f"{model} {n}" for model, n in models.items())
+    stdout.print(f"{len(wanted.runs)} runs in all: {counts}; {len(left)} left.")
+
+
+@takes()
+def compare(
+    store: StoreFolder,
+    against: Annotated[str, typer.Option(help="The baseline.")] = "greedy",
+    as_json: AsJson = False,
+) -> None:
+    """The bandits against a baseline, paired over seeds: intervals, tests, and q-values over the whole family of tests.
+
+    The family is every bandit against every other method in every cell of the store, whatever is shown of it.
+    """
+    if against not in METHODS:
+        raise not_one_of("baseline", against, METHODS)
+    family = compare_cells(read_tables(store, stderr.print))
+    shown = against_baseline(family, against)
+    counts = summary(shown, family)
+    if as_json:
+        document = {"comparisons": [c.to_json() for c in shown], "family": counts.family, "tested": counts.tested}
+        print(jsonio.dumps(document, indent=1))
+        return
+    print(table_of(COLUMNS, [_comparison_row(c) for c in shown]), end="\n\n")
+    n = len(shown)
+    stdout.print(
+        f"Differences are method minus {label(against)}: of the percent change of perplexity, or of the Top-1 drop in points; "
+        "negative favours the method."
+    )
+    stdout.print(
+        f"Of {n} comparisons, {counts.bootstrap} bootstrap and {counts.t_interval} t intervals exclude zero, {counts.p} have "
+        f"p < 0.05 and {counts.q} q < 0.05 (Benjamini-Hochberg over the family of {counts.family} tests, {counts.tested} of "
+        "which have a p-value)."
+    )
+    stdout.print(
+        "With few seeds a bootstrap interval is too narrow and the t interval is to be trusted; five pairs cannot bring "
+        "Wilcoxon's p below 0.0625. The last column is about the loss, with an interval over evaluation batches: how surely "
+        "these very selections are told apart, not how another seed would choose."
+    )
+
+
+def _comparison_row(c: Comparison) -> list[str]:
+    scale, result = (100 if c.cell.task == "image" else 1), c.result
+
+    def between(interval: tuple[float, float], scale: float = scale, digits: int = 2) -> str:
+        return f"{interval[0] * scale:+.{digits}f} to {interval[1] * scale:+.{digits}f}"
+
+    return [
+        ", ".join(c.tables),
+        str(c.cell),
+        label(c.method),
+        f"{result.n}/{c.planned}",
+        f"{result.mean * scale:+.2f}",
+        between(result.bootstrap),
+        between(result.t_interval),
+        f"{result.t_p:.4f}",
+        f"{result.wilcoxon_p:.4f}",
+        f"{c.q:.4f}",
+        between(c.batch_interval, 1, 4),
+    ]
+
+
+@takes()
+def tables(
+    store: StoreFolder,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Folder for .md, .csv and .tex files; without it, Markdown is printed.")
+    ] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(help="Only this one, such as 9 or A4; may be given again.", show_default=False)
+    ] = None,
+    beside_paper: Annotated[bool, typer.Option("--beside-paper", help="The paper's row below each of ours.")] = False,
+) -> None:
+    """The paper's tables, from the records of a store."""
+    made = render(read_tables(store, stderr.print), beside_paper=beside_paper)
+    numbers = [rendered.number for rendered in made]
+    for number in table or ():
+        if number not in numbers:
+            raise SettingError(f"The store has nothing for table {number!r}; it has {', '.join(dict.fromkeys(numbers))}.")
+    made = [rendered for rendered in made if not table or rendered.number in table]
+    if out is None:
+        print("\n".join(markdown(rendered) for rendered in made))
+        return
+    for rendered in made:
+        for suffix, form in FORMS.items():
+            jsonio.write_text(out / f"{rendered.name}.{suffix}", form(rendered))
+    stdout.print(f"{len(made)} tables written to {out}, each as {', '.join(f'.{suffix}' for suffix in FORMS)}.")
+
+
+@takes()
+def figures(
+    store: StoreFolder,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the pictures.", show_default=False)],
+) -> None:
+    """The paper's figures, from the records of a store, as SVG and PNG."""
+    written = draw(read_tables(store, stderr.print), out)
+    stdout.print("Written: " + ", ".join(str(path) for path in written))

@@ -1,0 +1,143 @@
+"""Options: what the commands take on the command line, made from the fields of settings.py."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from secateur.errors import SettingError, not_one_of
+from secateur.settings import (
+    CUTTING,
+    MACHINE,
+    OLD_NAMES,
+    REPAIRS,
+    SECTIONS,
+    Cutting,
+    Judging,
+    Machine,
+    Settings,
+    keywords,
+    type_of,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A model folder, a hub name, or timm:NAME (timm:NAME@FOLDER for local weights).", show_default=False),
+]
+OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results.", show_default=False)]
+OutFile = Annotated[Path, typer.Option("-o", "--out", help="The file to write.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=MACHINE)]
+Repair = Annotated[bool, typer.Option("--repair", help=keywords()["repair"][1].metadata["help"], rich_help_panel=CUTTING)]
+RepairForm = Annotated[
+    str, typer.Option(help="least-squares, bias, or auto for the better of the two.", rich_help_panel=CUTTING)
+]
+
+
+def names_of(*groups: type) -> list[str]:
+    """The options of some classes of settings."""
+    return [name for name, (group, field) in keywords().items() if group in groups and not field.metadata.get("hidden")]
+
+
+CHOICE = names_of(Settings)  # what decides a choice
+JOB = names_of(Settings, Judging, Cutting, Machine)
+MODEL = ["device", "dtype", "trust_remote_code"]  # how a model is loaded
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function, and the settings that it takes as options."""
+
+    function: Callable[..., None]
+    names: tuple[str, ...]
+    unset: Sequence[str]
+    help: Mapping[str, str]
+
+    def for_typer(self) -> Callable[..., None]:
+        """The function with a parameter for each option, as typer reads them; it gets the settings that the user gave."""
+        own = inspect.signature(self.function, eval_str=True).parameters.values()
+        mine = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+        needed = [parameter for parameter in mine if parameter.default is parameter.empty]
+        by_section = sorted(self.names, key=lambda name: SECTIONS.index(keywords()[name][1].metadata["section"]))
+        options = [_option(name, self.help.get(name), unset=name in self.unset) for name in by_section]
+        ordered = [*needed, *options, *(parameter for parameter in mine if parameter not in needed)]
+
+        @functools.wraps(self.function)
+        def called(**given: Any) -> None:
+            settings = {name: _converted(name, given.pop(name)) for name in self.names}
+            self.function(**given, **{name: value for name, value in settings.items() if value is not None})
+
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in ordered]
+        )
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        return called
+
+
+def takes(
+    *names: str, unset: Sequence[str] = (), help: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Command]:
+    """Make a command of a function, with an option for each of these settings.
+
+    Those that are `unset` have no default here; `help` replaces the help line of some.
+    """
+    return lambda function: Command(function, names, unset, help or {})
+
+
+def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
+    """The option of a setting, with its help line and its default."""
+    field = keywords()[name][1]
+    default, about = None if unset else field.default, field.metadata
+    line = help or (about["help"]() if callable(about["help"]) else about["help"])
+    line = line.replace("[default", "\\[default")  # what is in brackets is markup to rich
+    kind = float if name == "cache_memory" else _plain_type(type_of(name))
+    flag = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        flag = f"{flag}/--no-{name}" if default else flag
+    option = typer.Option(
+        flag, help=line, rich_help_panel=about["section"], show_default=default is not None and kind is not bool
+    )
+    annotation: Any = Annotated[kind if default is not None else kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _plain_type(kind: Any) -> Any:
+    """The type without None."""
+    return next((part for part in get_args(kind) if part is not type(None)), kind)
+
+
+def _converted(name: str, value: Any) -> Any:
+    return gibibytes(value) if name == "cache_memory" and value is not None else value
+
+
+def gibibytes(memory: float) -> int:
+    """GiB as bytes."""
+    if not 0 <= memory < math.inf:
+        raise SettingError(f"The cache memory is {memory} GiB, but must be a finite number, 0 or more.")
+    return int(memory * 2**30)
+
+
+def repair_of(repair: bool, form: str) -> dict[str, str]:
+    """The setting that --repair and --repair-form stand for; a form that is none is refused, wanted or not."""
+    named = form.replace("-", " ")
+    if named not in REPAIRS:
+        raise not_one_of("form of repair", form, [known.replace(" ", "-") for known in REPAIRS])
+    return {"repair": named} if repair else {}
+
+
+def with_new_names(arguments: Sequence[str], note: Callable[[str], None]) -> list[str]:
+    """The arguments with the present names of options that were renamed; each old name gets a note."""
+    flags = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in OLD_NAMES.items()}
+    renamed = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag in flags:
+            note(f"note: {flag} is now called {flags[flag]}.")
+        renamed.append(flags.get(flag, flag) + equals + value)
+    return renamed

@@ -1,0 +1,1 @@
+"""TAKE THEM OUT: costs and goals, surgery, the proof, repair and the checkpoint. Chooses no units."""

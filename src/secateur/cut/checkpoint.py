@@ -1,0 +1,305 @@
+"""Checkpoints of shrunk models: a folder of safetensors and JSON that loads again, with a model card that says what was done.
+
+The model is read back and compared before its files move into the folder, which then holds all of them or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from secateur.cut.proof import prove
+from secateur.cut.record import FORMAT, RECORD, CutRecord, model_card, read_record
+from secateur.cut.repair import check_repairable, repair as repair_model
+from secateur.cut.surgery import shrink
+from secateur.errors import ModelError, OutputError, ProofError, SelectionError, SettingError, first_line
+from secateur.files import jsonio
+from secateur.model.accounting import total_parameters
+from secateur.model.families import family_of, task_of
+from secateur.model.loading import Opened, load_model, stored_dtype, timm_arguments, versions
+from secateur.model.losses import Batch
+from secateur.model.shrunk import layout_of
+from secateur.selection import Selection
+from secateur.settings import FREE, UNIFORM, Cutting
+from secateur.watcher import Watcher
+
+CARD = "README.md"
+PROOF_BATCHES = 2
+
+
+def save_shrunk(
+    small: nn.Module,
+    folder: str | Path,
+    *,
+    processor: Any = None,
+    record: Mapping[str, Any] | None = None,
+    card: str | None = None,
+    dtype: torch.dtype | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    max_shard_size: str = "5GB",
+) -> nn.Module:
+    """Write a model to a folder that `load_shrunk` reads, and stock loaders too if its layers are alike.
+
+    The `processor` (tokenizer or image processor), the `record` (secateur.json) and the `card` (README.md) are written as well.
+    The weights are written in `dtype`, by default the model's own. `model_args` are the arguments that timm created the dense
+    model with. Other files in the folder stay; a folder that already holds a model is an error. Returns the model as it was
+    read back, on the CPU.
+
+    >>> save_shrunk(small, "small/", processor=tokenizer)
+    """
+    place = Path(folder)
+    refuse_model(place)
+    check_shard_size(max_shard_size)
+    if dtype is not None and next(small.parameters()).dtype != dtype:
+        small = copy.deepcopy(small).to(dtype)
+    with _staging_folder(place) as staging:
+        with _write_errors(place):
+            if hasattr(small, "config"):
+                with _without_sampling_settings(small):
+                    small.save_pretrained(staging, max_shard_size=max_shard_size)  # type: ignore[operator]
+            else:
+                _save_timm(small, staging, dict(model_args or {}))
+            if processor is not None and hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(staging)
+        (staging / RECORD).write_text(jsonio.dumps({"format": FORMAT, **(record or {})}, indent=1) + "\n", encoding="utf-8")
+        (staging / CARD).write_text(card or f"# {place.name}\n\nA model pruned with Secateur.\n", encoding="utf-8")
+        reloaded = _read_back(small, staging)
+    return reloaded
+
+
+def load_shrunk(folder: str | Path, *, device: str = "auto", dtype: str | None = None) -> nn.Module:
+    """Load a model that `save_shrunk` wrote, by default in the dtype it was written in. No code from the folder is run.
+
+    >>> small = load_shrunk("small/")
+    """
+    if not Path(folder).is_dir():
+        raise ModelError(f"There is no folder {folder}: give one that holds a shrunk model.")
+    return load_model(str(folder), device=device, dtype=dtype)
+
+
+def cut_key(opened: Opened, selection: Selection, layout: str, cutting: Cutting) -> str:
+    """A fingerprint of everything that determines the written model: cuts with the same key write the same one."""
+    units = [unit.to_json() for unit in selection.units]
+    return jsonio.fingerprint({"units": units, "model": opened.digest, "layout": layout, "repair": cutting.to_json()["repair"]})
+
+
+def write_cut(
+    opened: Opened,
+    selection: Selection,
+    folder: Path,
+    *,
+    calibration: Sequence[Batch],
+    layout: str,
+    cutting: Cutting,
+    watcher: Watcher,
+) -> tuple[CutRecord, nn.Module]:
+    """Cut the units out of a model, prove the cut, repair it if asked to, and write it.
+
+    Returns the record and the model as it was read back.
+    """
+    if not selection.units:
+        raise SelectionError("The selection is empty: there is nothing to cut.")
+    refuse_model(folder)
+    model, units = opened.model, selection.units
+    watcher.stage("cutting")
+    small = shrink(model, units, layout)
+    watcher.stage("proving that the cut model computes what the zeroed one does")
+    proof = prove(model, units, small, calibration[:PROOF_BATCHES], watcher.evaluated)
+    params = total_parameters(small)
+    repaired = None
+    if cutting.repair:
+        watcher.stage("repairing")
+        repaired = repair_model(model, units, small, calibration, form=cutting.repair, progress=watcher.evaluated)
+    fields = selection.to_json()
+    record = CutRecord(
+        key=cut_key(opened, selection, layout, cutting),
+        model=opened.name,
+        model_digest=opened.digest,
+        family=family_of(model),
+        task=task_of(model),
+        layout=FREE if layout_of(small) else UNIFORM,
+        dense_params=total_parameters(model),
+        params=params,
+        proof=proof,
+        pulls=selection.pulls,
+        units=units,
+        selection_digest=jsonio.fingerprint({part: fields[part] for part in ("settings", "units", "trace")}),
+        versions=versions(),
+        made_with=selection.made_with,
+        repair=repaired,
+        goal=selection.goal,
+    )
+    watcher.stage(f"writing {folder}")
+    reloaded = save_shrunk(
+        small,
+        folder,
+        processor=opened.processor,
+        record=record.to_json(),
+        card=model_card(record),
+        dtype=_dtype_to_write(model, stored_dtype(opened.name, trust_remote_code=opened.trust_remote_code)),
+        model_args=timm_arguments(opened.name),
+        max_shard_size=cutting.max_shard_size,
+    )
+    return record, reloaded
+
+
+def keep_record(folder: Path, record: CutRecord) -> None:
+    """Rewrite secateur.json and the model card of a model that is already in the folder."""
+    jsonio.write(folder / RECORD, record.to_json())
+    jsonio.write_text(folder / CARD, model_card(record))
+
+
+def _dtype_to_write(model: nn.Module, stored: torch.dtype | None) -> torch.dtype:
+    """The dense checkpoint's dtype, or the model's if loading rounded the weights."""
+    own = next(model.parameters()).dtype
+    return stored if stored is not None and stored.itemsize <= own.itemsize else own
+
+
+def check_cut_place(folder: Path, followed_by: str = "") -> None:
+    """Refuse, before any work, a folder that holds another model.
+
+    `followed_by` names a file that this run writes beside its model: a model without that file is another run's.
+    """
+    if read_record(folder) is None:
+        refuse_model(folder)
+    elif followed_by and not (folder / followed_by).exists():
+        raise other_cut(folder)
+
+
+def check_cut(opened: Opened, cutting: Cutting, n_batches: int) -> None:
+    """Refuse, before any search, a repair that this model or this number of batches does not allow."""
+    if cutting.repair:
+        check_repairable(opened.model, cutting.repair, n_batches)
+
+
+def other_cut(folder: Path) -> OutputError:
+    """The error for a folder that holds the model of another cut."""
+    return OutputError(f"{folder} holds the model of another cut and is not overwritten; choose another place with -o.")
+
+
+def refuse_model(folder: Path) -> None:
+    """Refuse a folder that already holds a model, a model card or a record."""
+    existing = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    existing += [folder / name for name in ("config.json", CARD, RECORD) if (folder / name).exists()]
+    if existing:
+        raise _not_overwritten(existing[0])
+
+
+def _not_overwritten(path: Path) -> OutputError:
+    return OutputError(f"{path} is there already and is not overwritten; choose another place with -o, or move it away.")
+
+
+def check_shard_size(size: str) -> None:
+    """Refuse a size that is not a positive number with its unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", size)
+    if not match or not float(match[1]):
+        raise SettingError(f"The max_shard_size is {size!r}, but must be a size such as 500MB or 5GB.")
+
+
+@contextlib.contextmanager
+def _staging_folder(place: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into; when the block ends without an error, its files move to `place`.
+
+    config.json moves last: a folder without it does not load.
+    """
+    from safetensors import SafetensorError
+
+    new = not place.exists()
+    moved: list[Path] = []
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for leftover in place.glob(".writing-*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # left by a process that was killed
+        staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
+        try:
+            yield staging
+            for weights in staging.glob("*.safetensors"):
+                shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
+            order = {RECORD: 1, "config.json": 2}
+            files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
+            for path in files:
+                if (place / path.name).exists():
+                    raise _not_overwritten(place / path.name)
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            for path in files:
+                moved.append(place / path.name)
+                os.replace(path, place / path.name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except BaseException as error:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
+            raise jsonio.cannot_write(place, cause) from error
+        raise
+    finally:
+        if new:
+            with contextlib.suppress(OSError):
+                place.rmdir()  # fails, as it should, if files were written
+
+
+@contextlib.contextmanager
+def _write_errors(place: Path) -> Iterator[None]:
+    """Turn the errors of a library that cannot write a model into an OutputError."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise OutputError(f"The model cannot be written to {place}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _without_sampling_settings(small: Any) -> Iterator[None]:
+    """While the block lasts, hide the sampling settings of a model that does not sample: transformers refuses to write them."""
+    own = getattr(small, "generation_config", None)
+    if own is not None and not own.do_sample:
+        small.generation_config = copy.deepcopy(own)
+        for name in ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            if hasattr(own, name):
+                setattr(small.generation_config, name, None)
+    try:
+        yield
+    finally:
+        if own is not None:
+            small.generation_config = own
+
+
+def _save_timm(small: Any, folder: Path, model_args: dict[str, Any]) -> None:
+    from timm.models import save_for_hf
+
+    if not (getattr(small, "pretrained_cfg", None) or {}).get("architecture"):
+        raise ModelError("The model does not name its timm architecture: create it with timm.create_model.")
+    save_for_hf(small, str(folder), model_args=model_args | getattr(small, "model_args", {}), safe_serialization=True)
+    layout = layout_of(small)
+    if layout is not None:
+        path = folder / "config.json"
+        fields = json.loads(path.read_text(encoding="utf-8")) | {"secateur": layout.to_json()}
+        path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_back(small: nn.Module, folder: Path) -> nn.Module:
+    """Load the model that was written, and check that each of its tensors is the same to the bit."""
+    reloaded = load_model(str(folder), device="cpu")
+    tensors = reloaded.state_dict()
+    for name, tensor in small.state_dict().items():
+        if name not in tensors or tensors[name].dtype != tensor.dtype or not _equal(tensor, tensors[name]):
+            raise ProofError(f"The written model is not the one that was cut: {name} differs when read back. Nothing is kept.")
+    return reloaded
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same values; nan equals nan."""
+    a = a.detach().cpu()
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

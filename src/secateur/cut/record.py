@@ -1,0 +1,243 @@
+"""The record of a cut (secateur.json) and the model card (README.md) made from it. Cuts and measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from secateur.cut.proof import Proof
+from secateur.cut.repair import Repair
+from secateur.cut.surgery import AUTO_CLASSES
+from secateur.errors import OutputError
+from secateur.files import jsonio
+from secateur.judgement import Evaluation
+from secateur.measure.speed import Measurement, Median
+from secateur.selection import Reached
+from secateur.settings import UNIFORM, Provenance
+from secateur.units import KINDS, Unit
+
+RECORD = "secateur.json"
+FORMAT = 1  # the version of secateur.json
+FIGURES = {
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "last_word_accuracy": "last-word accuracy",
+    "top1": "top-1",
+    "top5": "top-5",
+    "nonfinite_batches": "non-finite batches",
+}
+
+
+@dataclass(frozen=True)
+class CutRecord:
+    """What was cut and how it was proved; also its loss and its speed, if the cut was evaluated and measured."""
+
+    key: str  # fingerprint of the units, the model, the layout and the repair
+    model: str
+    model_digest: str
+    family: str
+    task: str
+    layout: str
+    dense_params: int
+    params: int
+    proof: Proof
+    pulls: int
+    units: tuple[Unit, ...]
+    selection_digest: str
+    versions: dict[str, str] = field(default_factory=dict)
+    made_with: Provenance | None = None
+    repair: Repair | None = None
+    goal: Reached | None = None
+    shrunk: Evaluation | None = None
+    dense: Evaluation | None = None
+    zeroed: Evaluation | None = None  # files call it "masked"
+    data: str | None = None  # the evaluation data
+    measurement: Measurement | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        about = ("key", "model", "model_digest", "family", "task", "layout", "dense_params", "params")
+        parts: dict[str, Any] = {"format": FORMAT, **{name: getattr(self, name) for name in about}}
+        parts["proof"] = self.proof.to_json() | {"sentence": str(self.proof)}
+        if self.repair:
+            parts["repair"] = self.repair.to_json() | {"sentence": str(self.repair)}
+        if self.goal:
+            parts["goal"] = self.goal.to_json()
+        parts |= {
+            "pulls": self.pulls,
+            "settings": self.made_with.to_json() if self.made_with else {},
+            "versions": self.versions,
+            "selection_digest": self.selection_digest,
+            "units": [unit.to_json() for unit in self.units],
+        }
+        for name, evaluation in (("shrunk", self.shrunk), ("dense", self.dense), ("masked", self.zeroed)):
+            if evaluation:
+                parts[name] = evaluation.to_json()
+        if self.data is not None:
+            parts["data"] = self.data
+        if self.measurement:
+            parts["measurement"] = self.measurement.to_json()
+        return parts
+
+
+def read_record(folder: Path) -> CutRecord | None:
+    """The record of the model in a folder; None if the folder holds no model with a record."""
+    path = folder / RECORD
+    if not path.exists() or not (folder / "config.json").exists():
+        return None
+    try:
+        fields = jsonio.read(path)
+        if fields["format"] != FORMAT:
+            raise OutputError(f"{path} has format {fields['format']!r}; this version of Secateur reads format {FORMAT}.")
+        made_with = None if fields["settings"] == {} else Provenance.from_json(fields["settings"])
+        known = {name: value for name, value in fields.items() if name != "settings"}
+        known |= {"zeroed": fields["masked"]} if "masked" in fields else {}
+        record = jsonio.decode(known, CutRecord)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"{path} is not a record of Secateur's, or is damaged; move it away or choose another -o.") from error
+    return replace(record, made_with=made_with)
+
+
+def model_card(record: CutRecord) -> str:
+    """The text of README.md: what was removed, how it was chosen, what that cost and won, and how to load the model."""
+    name = _plain(record.model)
+    timm = record.family.startswith("timm/")
+    task = "text-generation" if record.task == "text" else "image-classification"
+    library, base = "timm" if timm else "transformers", json.dumps(record.model, ensure_ascii=False)
+    parts = [
+        f"---\nbase_model: {base}\nlibrary_name: {library}\npipeline_tag: {task}\ntags:\n- pruned\n- secateur\n---",
+        f"# `{name}`, pruned",
+        f"This is `{name}` without {removed(record.units)}: {record.params:,} of {record.dense_params:,} parameters "
+        f"({record.params / record.dense_params:.1%}) are left. `secateur.json` lists the removed units.",
+        "## Load it",
+        f"```python\n{_loading(record, timm=timm)}\n```",
+        "## What was removed, and how it was chosen",
+        f"{_chosen(record.made_with)}{record.pulls:,} paired measurements. Units as layer.index, counted from 0:",
+        "\n".join(f"- {line}" for line in unit_lines(record.units)),
+        "## What it cost",
+        _costs(record),
+        "## Proof",
+        f"On {record.proof.batches} calibration batches {record.proof}.",
+    ]
+    if record.repair:
+        parts += ["## Repair", str(record.repair)]
+    if record.goal:
+        parts += ["## Goal", goal_sentence(record.goal)]
+    if measurement := record.measurement:
+        table = markdown(*measurement_table(measurement))
+        parts += ["## What it won", table, measured_where(measurement), *measurement.verdicts()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _chosen(made_with: Provenance | None) -> str:
+    """How the units were chosen: the beginning of a sentence, or nothing if that is not known."""
+    if made_with is None:
+        return ""
+    settings = made_with.settings
+    how = ", ".join(f"{name} `{_plain(str(getattr(settings, name)))}`" for name in ("method", "target", "seed"))
+    return f"By Secateur: {how}, on the calibration data `{_plain(settings.calibration)}`; "
+
+
+def removed(units: Sequence[Unit]) -> str:
+    """How many units of each kind were removed, in words."""
+    counts = {kind: sum(unit.kind == kind for unit in units) for kind in KINDS}
+    return " and ".join(f"{n} {KINDS[kind].words}{'s' if n > 1 else ''}" for kind, n in counts.items() if n)
+
+
+def unit_lines(units: Sequence[Unit]) -> list[str]:
+    """One line for each kind and layer, with the indices of its units: `head 3.5,6`."""
+    by_layer: dict[tuple[str, int], list[int]] = {}
+    for unit in units:
+        by_layer.setdefault((unit.kind, unit.layer), []).append(unit.index)
+    return [f"{kind} {layer}.{','.join(map(str, sorted(indices)))}" for (kind, layer), indices in sorted(by_layer.items())]
+
+
+def goal_sentence(goal: Reached) -> str:
+    """What was asked for and what is left, in a sentence."""
+    text = f"{goal.asked:.1%} of the dense model's {goal.what} were asked for, and {goal.got:.2%} are left"
+    if goal.measured is not None:
+        text += f" by the table measured before; {goal.measured:.2%} were measured afterwards"
+    return text + "."
+
+
+def measurement_table(measurement: Measurement) -> tuple[list[str], list[list[str]]]:
+    """The titles and rows of a table that compares the dense and the small model."""
+    dense_params, small_params = measurement.dense_params, measurement.small_params
+    rows = [["parameters", f"{dense_params:,}", f"{small_params:,}", _ratio(dense_params, small_params), ""]]
+    sizes = (
+        ("MB on disk", measurement.dense_disk, measurement.small_disk),
+        ("peak MB in memory", measurement.dense_memory, measurement.small_memory),
+    )
+    for title, dense_bytes, small_bytes in sizes:
+        if dense_bytes and small_bytes:
+            ratio = _ratio(dense_bytes, small_bytes)
+            rows.append([title, f"{dense_bytes / 1e6:,.1f}", f"{small_bytes / 1e6:,.1f}", ratio, ""])
+    for timing in measurement.timings:
+        title = {"prefill": "ms for a prompt", "decode": "ms for a token", "forward": "images a second"}[timing.name]
+        sides = [_interval(median, ".1f") for median in (timing.dense_median, timing.small_median)]
+        if timing.name == "forward":
+            sides = [f"{speed:.1f}" for speed in (timing.dense_images_per_second, timing.small_images_per_second)]
+        speedup, flops = _interval(timing.speedup, ".2f"), f"{timing.flop_ratio:.2f}"
+        rows.append([f"{title}, batch {timing.batch_size}", *sides, speedup, flops])
+    return ["", "dense", "small", "dense/small", "FLOPs dense/small"], rows
+
+
+def measured_where(measurement: Measurement) -> str:
+    """How and on which hardware the models were timed, in a sentence."""
+    length = f"; a prompt has {measurement.tokens} tokens" if measurement.tokens else ""
+    threads = f"{measurement.threads} threads" if measurement.threads != 1 else "1 thread"
+    return (
+        f"Medians with 95% intervals of {len(measurement.timings[0].dense_ms)} repetitions, the models taking turns: "
+        f"{measurement.device}, {threads}, {measurement.dtype}, torch {measurement.torch_version}{length}."
+    )
+
+
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def _costs(record: CutRecord) -> str:
+    """A table of the evaluations that were made, with the figures that all of them have."""
+    models = {"dense": record.dense, "zeroed": record.zeroed, "this model": record.shrunk}
+    evaluations = {title: evaluation.to_json() for title, evaluation in models.items() if evaluation}
+    if not record.shrunk:
+        return "It was not evaluated."
+    rows = [
+        [title, *(f"{float(figures[key]):.4f}" for figures in evaluations.values())]
+        for key, title in FIGURES.items()
+        if all(key in figures for figures in evaluations.values())
+        and (key != "nonfinite_batches" or any(figures[key] for figures in evaluations.values()))
+    ]
+    table = markdown(["", *evaluations], rows)
+    return f"{table}\n\nEvaluated on `{_plain(str(record.data))}`, which did not choose the units."
+
+
+def _loading(record: CutRecord, *, timm: bool) -> str:
+    """The Python code that loads the model."""
+    auto = AUTO_CLASSES[record.task]
+    if record.layout == UNIFORM:
+        if timm:
+            return 'import timm\n\nmodel = timm.create_model("local-dir:FOLDER", pretrained=True)'
+        return f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
+    by_secateur = 'import secateur\n\nmodel = secateur.load_shrunk("FOLDER")'
+    if timm:
+        return by_secateur
+    return (
+        f"{by_secateur}\n\n# or, if Secateur is not installed, by the code in this folder\nfrom transformers import {auto}\n\n"
+        f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)'
+    )
+
+
+def _ratio(dense: int, small: int) -> str:
+    return f"{dense / small:.3f}"
+
+
+def _interval(median: Median, form: str) -> str:
+    return f"{median.value:{form}} ({median.low:{form}} to {median.high:{form}})"
+
+
+def _plain(text: str) -> str:
+    """A name that is safe as inline code in Markdown: without backticks and line breaks."""
+    return " ".join(text.replace("`", "'").split())

@@ -1,0 +1,70 @@
+"""Batches with their source, and the check that calibration and evaluation data differ. Knows neither texts nor images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from secateur.errors import DataError, SettingError
+from secateur.model.losses import Batch
+from secateur.selection import Source
+
+SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}  # split -> its possible names, preferred first
+
+
+@dataclass(frozen=True)
+class Batches(Sequence[Batch]):
+    """Batches in a fixed order, with their source."""
+
+    items: Sequence[Batch]
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        return self.items[index]
+
+
+def check_apart(calibration: Source, evaluation: Source) -> None:
+    """Refuse evaluation data that overlap the calibration data."""
+    shared = set(calibration.rows) & set(evaluation.rows)
+    same_file = set(calibration.files) & set(evaluation.files)
+    all_shared = same_file or len(shared) == len(evaluation.rows)
+    if all_shared and calibration.name == evaluation.name:
+        raise DataError(
+            f"The data {evaluation.name!r} has no held-out split, so that the data which chose the units would also "
+            "judge them. Give other data with --data."
+        )
+    if shared or same_file:
+        overlap = f"{len(shared)} of its {len(evaluation.rows)} rows are in" if shared else "it shares a file with"
+        raise DataError(
+            f"The evaluation data {evaluation.name!r} ({evaluation.split}) overlaps the data that chose the units ({overlap} "
+            f"{calibration.name!r}); give another file or split with --data or --calibration."
+        )
+
+
+def check_counts(limit: int | None, batch_size: int) -> None:
+    if limit is not None and limit < 1:
+        raise SettingError(f"The number of texts or images is {limit}, but must be at least 1.")
+    if batch_size < 1:
+        raise SettingError(f"The batch size is {batch_size}, but must be at least 1.")
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def digest_file(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error

@@ -1,0 +1,159 @@
+"""Images as batches: drawn by seed from class folders and preprocessed as the model needs. Knows no texts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from secateur.data.batches import SPLITS, Batches, check_counts, digest_file
+from secateur.errors import DataError
+from secateur.model.losses import Batch
+from secateur.selection import Source
+from secateur.streams import DATA, stream
+
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif")
+IMAGENET = Path(__file__).with_name("imagenet.txt")  # WordNet ids and names of the 1000 classes
+
+
+def image_batches(
+    folder: str,
+    preprocess: Callable[[list[Any]], Tensor],
+    *,
+    classes: Sequence[str],
+    split: str = "train",
+    limit: int | None = None,
+    batch_size: int = 8,
+    seed: int = 42,
+    keep: bool = False,
+) -> Batches:
+    """At most `limit` images, drawn by seed from a folder of class folders, or from its `split` if it has splits.
+
+    Class folders are named by the model's class names (`classes`, in the order of its outputs) or by WordNet ids. Every image
+    is read once before the batches are returned. `keep` holds the preprocessed images in memory, for batches used many times.
+    """
+    check_counts(limit, batch_size)
+    root = _image_split(Path(folder), split)
+    labelled = _labelled_files(root, classes)
+    order = stream(seed, DATA).permutation(len(labelled))[:limit]
+    chosen = [labelled[i] for i in order]
+    rows = tuple(_digest_image(path) for path, _ in chosen)
+    items = _ImageItems([chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)], preprocess, keep)
+    return Batches(items, Source(folder, split, (), rows))
+
+
+@dataclass(frozen=True)
+class _ImageItems(Sequence[Batch]):
+    groups: list[list[tuple[Path, int]]]
+    preprocess: Callable[[list[Any]], Tensor]
+    keep: bool
+    kept: dict[int, Batch] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index in self.kept:
+            return self.kept[index]
+        group = self.groups[index]
+        batch = {
+            "pixel_values": self.preprocess([_open_image(path) for path, _ in group]),
+            "labels": torch.tensor([label for _, label in group]),
+        }
+        if self.keep:
+            self.kept[index] = batch
+        return batch
+
+
+def _image_split(root: Path, split: str) -> Path:
+    if not os.path.isdir(root):
+        raise DataError(f"There is no image folder {root}: give a folder of class folders, or one with train and val in it.")
+    for name in SPLITS.get(split, (split,)):
+        if (root / name).is_dir():
+            return root / name
+    if any((root / name).is_dir() for names in SPLITS.values() for name in names):
+        raise DataError(f"The image folder {root} holds no {split} split.")
+    return root
+
+
+def _labelled_files(root: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    index = _class_index([path.name for path in folders], classes)
+    files = [
+        (file, index[path.name])
+        for path in folders
+        for file in sorted(path.iterdir())
+        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+    ]
+    if not files:
+        raise DataError(f"The folder {root} holds no images: expected class folders of {', '.join(IMAGE_SUFFIXES)} files.")
+    return files
+
+
+def _class_index(folders: Sequence[str], classes: Sequence[str]) -> dict[str, int]:
+    """Each folder's position among the model's outputs."""
+    known: dict[str, set[int]] = defaultdict(set)
+    unnamed = all(re.fullmatch(r"(LABEL_)?\d+", label) for label in classes)
+    for i, label in enumerate(classes):
+        for name in label.split(","):  # ImageNet labels list synonyms: "tench, Tinca tinca"
+            known[_plain(name)].add(i)
+    if len(classes) == 1000 and (unnamed or _plain(classes[0]).startswith("tench")):
+        for i, (wnid, name) in enumerate(_imagenet_classes()):
+            known[wnid].add(i)
+            known[_plain(name)].add(i)
+    labels = [_plain(label) for label in classes]
+    for label, times in Counter(labels).items():
+        if times == 1:  # a full label names its own class, even if it is another's synonym
+            known[label] = {labels.index(label)}
+    if unnamed and len(folders) == len(classes) and not any(known.get(_plain(name)) for name in folders):
+        return {name: i for i, name in enumerate(sorted(folders))}
+    for name in folders:
+        places = known.get(_plain(name), set())
+        if len(places) != 1:
+            problem = "names several classes" if places else "is not a class"
+            raise DataError(
+                f"The image folder {name!r} {problem} of the model, which has {len(classes)} "
+                f"({', '.join(classes[:3])}, ...): name the folders by class name or by WordNet id."
+            )
+    return {name: next(iter(known[_plain(name)])) for name in folders}
+
+
+@functools.cache
+def _imagenet_classes() -> list[tuple[str, str]]:
+    lines = IMAGENET.read_text(encoding="utf-8").splitlines()
+    return [(wnid, name) for wnid, _, name in (line.partition(" ") for line in lines)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", " ", name).strip().lower()
+
+
+def _open_image(path: Path) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            # PIL asks to convert a palette with transparent colours to RGBA first.
+            return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+        raise DataError(f"The image {path} cannot be read: {error}. Remove it or get it again.") from error
+
+
+def _digest_image(path: Path) -> str:
+    """The digest of an image file, once it is known that the image can be read."""
+    _open_image(path)
+    return digest_file(path)

@@ -1,0 +1,94 @@
+"""JSON files: written whole or not at all, and always valid: nan and infinities are written as strings."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from secateur.errors import OutputError, SettingError
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """The value with every non-finite number replaced by the string "nan", "inf" or "-inf", which `float()` reads back."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def decode(fields: Any, kind: type[T]) -> T:
+    """Convert plain data to a dataclass and check every field; a ValueError says what is wrong and where.
+
+    >>> decode({"kind": "head", "layer": 0, "index": 3}, Unit)
+    Unit(kind='head', layer=0, index=3, width=0)
+    """
+    try:
+        return msgspec.convert(fields, kind, strict=False)  # not strict: our files hold numbers such as "nan"
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).replace("`", "").partition(" - at ")
+        place = where.removeprefix("$").lstrip(".")
+        sentence = what.replace("Expected object", "Expected an object")
+        raise ValueError(f"{sentence} at {place}" if place else sentence) from error
+    except SettingError as error:  # raised by the dataclass's own checks, such as an unknown kind of unit
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError if the file cannot be read, ValueError if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(to_json(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def fingerprint(value: Any) -> str:
+    """A digest of plain data that does not depend on the order of keys."""
+    text = json.dumps(to_json(value), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write(path: Path, value: Any) -> None:
+    """Write a value as indented JSON."""
+    write_text(path, dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a temporary file, then rename it: a reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"Cannot write {path}: {error.strerror or error}. Choose another place with -o, or make room there.")

@@ -1,0 +1,139 @@
+"""Judgement: what a model scores with and without selected units. Plain data; knows no model and no tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from secateur.files import jsonio
+from secateur.selection import Reached, Source
+from secateur.settings import Judging, Provenance
+from secateur.units import Unit
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model scores on some batches. A non-finite batch makes the loss non-finite; it is never left out."""
+
+    loss: float  # mean over all predicted tokens, or all images
+    rows: int  # number of predicted tokens, or images
+    batch_losses: tuple[float, ...]
+    perplexity: float | None = None
+    last_word_accuracy: float | None = None
+    top1: float | None = None
+    top5: float | None = None
+
+    @property
+    def nonfinite_batches(self) -> int:
+        return sum(not math.isfinite(loss) for loss in self.batch_losses)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in fields.items() if value is not None} | {
+            "nonfinite_batches": self.nonfinite_batches
+        }
+
+
+def changes(dense: Evaluation, zeroed: Evaluation) -> dict[str, float]:
+    """What zeroing changed: a negative delta_top1 is accuracy lost, a positive ppl_change_percent is perplexity gained."""
+    differences = {"delta_loss": zeroed.loss - dense.loss}
+    if dense.perplexity is not None and zeroed.perplexity is not None:
+        differences["ppl_change_percent"] = 100 * (zeroed.perplexity / dense.perplexity - 1)
+    for name in ("top1", "top5", "last_word_accuracy"):
+        if getattr(dense, name) is not None:
+            differences[f"delta_{name}"] = getattr(zeroed, name) - getattr(dense, name)
+    return differences
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The model with and without the selected units on the same batches, and what the units amount to."""
+
+    dense: Evaluation
+    zeroed: Evaluation  # files call it "pruned"
+    units: tuple[Unit, ...]
+    candidates: int
+    total_params: int
+    zeroed_percent: float
+    pulls: int
+    forwards: int
+    nonfinite_pulls: int
+    goal: Reached | None = None
+
+    @property
+    def unit_ratio(self) -> float:
+        return len(self.units) / self.candidates
+
+    @property
+    def changes(self) -> dict[str, float]:
+        return changes(self.dense, self.zeroed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dense": self.dense.to_json(),
+            "pruned": self.zeroed.to_json(),
+            **self.changes,
+            "units": [unit.to_json() for unit in self.units],
+            "candidates": self.candidates,
+            "unit_ratio": self.unit_ratio,
+            "total_params": self.total_params,
+            "zeroed_percent": self.zeroed_percent,
+            "pulls": self.pulls,
+            "forwards": self.forwards,
+            "nonfinite_pulls": self.nonfinite_pulls,
+            **({"goal": self.goal.to_json()} if self.goal else {}),
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Judgement:
+        """The judgement that a file holds; a ValueError if it holds none."""
+        return jsonio.decode(fields | ({"zeroed": fields["pruned"]} if "pruned" in fields else {}), cls)
+
+
+@dataclass(frozen=True)
+class JudgedOn:
+    """The evaluation data: how they were asked for, and their digest."""
+
+    data: str
+    size: int
+    max_batches: int
+    data_digest: str
+    rows: int
+
+    @classmethod
+    def of(cls, judging: Judging, source: Source) -> JudgedOn:
+        return cls(**judging.to_json(), data_digest=source.digest, rows=len(source.rows))
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class PruneRecord:
+    """evaluation.json: what was judged, on what, and how long the choice took."""
+
+    made_with: Provenance
+    judged_on: JudgedOn
+    judgement: Judgement
+    selection_seconds: float  # of this start alone
+    replayed_pulls: int  # pulls that an earlier start had made
+
+    def to_json(self) -> dict[str, Any]:
+        key = {"settings": self.made_with.to_json(), "judging": self.judged_on.to_json()}
+        spent = {"selection_seconds": self.selection_seconds, "replayed_pulls": self.replayed_pulls}
+        return key | self.judgement.to_json() | spent
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> PruneRecord:
+        """The record that evaluation.json holds; a ValueError if it holds none."""
+        try:
+            return cls(
+                Provenance.from_json(fields["settings"]),
+                jsonio.decode(fields["judging"], JudgedOn),
+                Judgement.from_json(fields),
+                float(fields["selection_seconds"]),
+                int(fields["replayed_pulls"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it lacks {error}") from error

@@ -1,0 +1,164 @@
+"""Methods: one row for each way of choosing units. Knows no model and no tensor.
+
+The command line, grids, comparisons, tables, figures and docs all read this table: a new method is a new row.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from secateur.errors import not_one_of
+from secateur.search.policies import UCB, Greedy, Halving, Policy, Thompson
+
+if TYPE_CHECKING:
+    from secateur.settings import Settings
+
+BANDIT, BASELINE, RIVAL = "bandit", "baseline", "rival"  # bandits are compared with all the others
+WEIGHTS, ACTIVATIONS, GRADIENTS = "weights", "activations", "gradients"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How figures draw a method, so that methods differ in print without colour."""
+
+    shade: str
+    hatch: str
+    marker: str
+    dash: str | tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row. Either `policy` makes the policy that measures candidates, or `score` names the function that scores them."""
+
+    label: str  # in tables and figures
+    help: str  # what it does, in a line
+    role: str  # in comparisons: BANDIT, BASELINE or RIVAL
+    look: Look
+    policy: Callable[[Settings], Policy] | None = None
+    score: str = ""  # "module:function"; the function takes (model, units, batches, seed) and gives a score for each unit
+    needs: str = WEIGHTS  # what a score looks at; ACTIVATIONS and GRADIENTS take calibration batches
+    draws: bool = False  # makes random choices of its own
+    settings: tuple[str, ...] = ()  # settings that this method reads and others may not
+
+    @property
+    def needs_batches(self) -> bool:
+        return self.policy is not None or self.needs != WEIGHTS
+
+    def depends_on_seed(self, task: str) -> bool:
+        """Whether another seed may choose other units. Calibration images are drawn by seed, texts are not."""
+        return self.draws or (task == "image" and self.needs_batches)
+
+    def scorer(self) -> Callable[..., Any]:
+        """The function that `score` names; it is imported only now, since it needs torch."""
+        module, _, function = self.score.partition(":")
+        scorer: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return scorer
+
+
+_SCORES = "secateur.search.scores"
+
+METHODS: dict[str, Method] = {  # in the order of the paper's columns
+    "random": Method(
+        "Random",
+        "a uniform draw",
+        BASELINE,
+        Look("0.92", "..", "x", ":"),
+        score=f"{_SCORES}:random_scores",
+        draws=True,
+    ),
+    "magnitude": Method(
+        "Magnitude",
+        "smallest weights",
+        BASELINE,
+        Look("0.80", "xx", "+", ":"),
+        score=f"{_SCORES}:magnitude_scores",
+    ),
+    "wanda": Method(
+        "Wanda-style",
+        "smallest weights times activations",
+        RIVAL,
+        Look("0.88", "++", "D", ":"),
+        score=f"{_SCORES}:wanda_scores",
+        needs=ACTIVATIONS,
+    ),
+    "taylor": Method(
+        "Taylor",
+        "smallest first-order change of the loss",
+        RIVAL,
+        Look("0.75", "--", "v", ":"),
+        score=f"{_SCORES}:taylor_scores",
+        needs=GRADIENTS,
+    ),
+    "fisher": Method(
+        "Fisher",
+        "smallest squared gradient times weight",
+        RIVAL,
+        Look("0.65", "oo", "P", ":"),
+        score=f"{_SCORES}:fisher_scores",
+        needs=GRADIENTS,
+    ),
+    "greedy": Method(
+        "Budgeted greedy",
+        "every candidate of a trial set measured once",
+        BASELINE,
+        Look("0.78", "//", "s", "--"),
+        policy=lambda settings: Greedy(),
+        draws=True,
+    ),
+    "ucb": Method(
+        "MAB-UCB",
+        "the paper's upper-confidence-bound bandit",
+        BANDIT,
+        Look("0.30", "", "o", "-"),
+        policy=lambda settings: UCB(settings.ucb_c, settings.pool_size),
+        draws=True,
+        settings=("ucb_c", "pool_size"),
+    ),
+    "ts": Method(
+        "MAB-TS",
+        "the paper's Thompson sampling",
+        BANDIT,
+        Look("0.55", "\\\\", "^", "-."),
+        policy=lambda settings: Thompson(settings.pool_size),
+        draws=True,
+        settings=("pool_size",),
+    ),
+    "halving": Method(
+        "Halving",
+        "sequential halving on common batches, with what earlier steps measured",
+        BANDIT,
+        Look("0.42", "**", "h", (0, (5, 1))),
+        policy=lambda settings: Halving(),
+        draws=True,
+    ),
+}
+
+
+def method(name: str) -> Method:
+    """The row of a method; an unknown name is an error with the nearest known one."""
+    if name not in METHODS:
+        raise not_one_of("method", name, METHODS)
+    return METHODS[name]
+
+
+def searching() -> list[str]:
+    """The methods whose policy measures candidates."""
+    return [name for name, row in METHODS.items() if row.policy]
+
+
+def scoring() -> list[str]:
+    """The methods that score candidates; each of them can screen."""
+    return [name for name, row in METHODS.items() if row.score]
+
+
+def bandits() -> list[str]:
+    return [name for name, row in METHODS.items() if row.role == BANDIT]
+
+
+def label(name: str) -> str:
+    """The name of a method in tables; a method that this version does not know keeps its own."""
+    return METHODS[name].label if name in METHODS else name

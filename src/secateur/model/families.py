@@ -1,0 +1,359 @@
+"""The anatomy of a model: its blocks, their projections, and which parameters belong to which unit. Loads nothing.
+
+A family is one row of FAMILIES. Everything downstream (zeroing, scores, accounting) reads `anatomy(model)` and never asks
+which family it is. To add one, see docs/add-a-family.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from secateur.errors import SelectionError, UnsupportedModel
+from secateur.units import GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units
+
+SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a model's parts are, as dotted paths: `blocks` starts at the model, others at a block; `*` walks a list."""
+
+    task: str  # "text" or "image"
+    blocks: str
+    attention: str
+    qkv: tuple[str, ...]  # inside the attention
+    out: str  # inside the attention: the output projection, whose input holds the heads side by side
+    mlp_in: tuple[str, ...]  # two names make a gated MLP
+    mlp_out: str
+    packing: str = SEPARATE  # or one projection: PACKED is [all Q | all K | all V], PER_HEAD is [q k v] head after head
+    mlp_setting: str = "intermediate_size"  # the config's name for the MLP width; "mlp_ratio" is a multiple of the model width
+    head_dim_setting: bool = False  # the config sets the width of a head independently of the number of heads
+
+
+_LLAMA = Family(
+    task="text",
+    blocks="model.layers",
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="o_proj",
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+    head_dim_setting=True,
+)
+_VIT = Family(
+    task="image",
+    blocks="vit.layers",
+    attention="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="o_proj",
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+)
+_TIMM = Family(
+    task="image",
+    blocks="blocks",
+    attention="attn",
+    qkv=("qkv",),
+    out="proj",
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+    packing=PACKED,
+    mlp_setting="mlp_ratio",
+)
+
+# The key is transformers' model_type, or "timm/" and the class name.
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        task="text",
+        blocks="transformer.h",
+        attention="attn",
+        qkv=("c_attn",),
+        out="c_proj",
+        mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj",
+        packing=PACKED,
+        mlp_setting="n_inner",
+    ),
+    "opt": Family(
+        task="text",
+        blocks="model.decoder.layers",
+        attention="self_attn",
+        qkv=("q_proj", "k_proj", "v_proj"),
+        out="out_proj",
+        mlp_in=("fc1",),
+        mlp_out="fc2",
+        mlp_setting="ffn_dim",
+    ),
+    "gpt_neox": Family(
+        task="text",
+        blocks="gpt_neox.layers",
+        attention="attention",
+        qkv=("query_key_value",),
+        out="dense",
+        mlp_in=("mlp.dense_h_to_4h",),
+        mlp_out="mlp.dense_4h_to_h",
+        packing=PER_HEAD,
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "smollm3": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "vit": _VIT,
+    "deit": replace(_VIT, blocks="deit.layers"),
+    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio"),
+    "timm/VisionTransformer": _TIMM,
+    "timm/VisionTransformerDistilled": _TIMM,
+    "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks"),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A range of one dimension of a parameter: `parameter.narrow(dim, start, length)`."""
+
+    module: nn.Module
+    parameter: Tensor
+    dim: int
+    start: int
+    length: int
+    over_inputs: bool = False  # the range is one of the projection's inputs, not of its outputs
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This range of `tensor`, which has the parameter's shape (the parameter itself, or its gradient)."""
+        return tensor.narrow(self.dim, self.start, self.length)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Channels in the input of an output projection: the attention's if the `side` is HEAD, the MLP's if it is MLP."""
+
+    side: str
+    projection: nn.Module
+    channels: range
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of a model: its projections and its counts."""
+
+    name: str
+    block: nn.Module
+    attention: nn.Module
+    qkv: tuple[nn.Module, ...]
+    out: nn.Module
+    mlp_in: tuple[nn.Module, ...]
+    mlp_out: nn.Module
+    packing: str
+    width: int  # d, the model dimension in this block
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int  # D_l
+    kv_of: tuple[int, ...]  # the K/V head of each head, in ascending order
+
+    @property
+    def grouped_query(self) -> bool:
+        return self.kv_heads < self.heads
+
+    @property
+    def gated(self) -> bool:
+        return len(self.mlp_in) == 2
+
+    def ranges(self, unit: Unit) -> tuple[Range, ...]:
+        """The unit's channels in the input of each output projection that it enters (Eq. 9 and 10)."""
+        if unit.index >= (n := self.count(unit)):
+            what = f"MLP groups of {unit.width} channels" if unit.kind == MLP else f"{KINDS[unit.kind].words}s"
+            raise SelectionError(f"There is no unit {unit}: block {unit.layer} has {n} {what}, counted from 0.")
+        if unit.kind == MLP:
+            channels = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
+            return (Range(MLP, self.mlp_out, channels),)
+        first, last = unit.index, unit.index + 1
+        if unit.kind == KV_GROUP:
+            first, last = bisect_left(self.kv_of, unit.index), bisect_right(self.kv_of, unit.index)
+        return (Range(HEAD, self.out, range(first * self.head_dim, last * self.head_dim)),)
+
+    def count(self, unit: Unit) -> int:
+        """How many units of the unit's kind and width the block has."""
+        return {HEAD: self.heads, KV_GROUP: self.kv_heads, MLP: -(-self.mlp_width // (unit.width or 1))}[unit.kind]
+
+    def size(self, unit: Unit) -> int:
+        """How many channels the unit has."""
+        return sum(len(part.channels) for part in self.ranges(unit))
+
+    def heads_in(self, channels: range) -> range:
+        """The heads that own these input channels of the attention's output projection."""
+        return range(channels.start // self.head_dim, channels.stop // self.head_dim)
+
+    def own_kv_heads(self, unit: Unit, heads: range) -> range:
+        """The K/V heads that belong to this unit, which has these heads, and to no other.
+
+        A K/V head that several query heads share belongs to none of them (Eq. 13), but to their K/V group.
+        """
+        if unit.kind == HEAD and self.grouped_query:
+            return range(0)
+        return range(self.kv_of[heads[0]], self.kv_of[heads[-1]] + 1)
+
+    def slices(self, unit: Unit) -> Iterator[Slice]:
+        """The parameters that belong to this unit alone: those that Eq. 12-14 count, and W_j of Eq. 33-36."""
+        for part in self.ranges(unit):
+            start, length = part.channels.start, len(part.channels)
+            if part.side == MLP:
+                for module in self.mlp_in:
+                    yield from _outputs(module, start, length)
+            elif self.packing == PER_HEAD:
+                yield from _outputs(self.qkv[0], 3 * start, 3 * length)
+            elif self.packing == PACKED:
+                for third in range(3):
+                    yield from _outputs(self.qkv[0], third * self.heads * self.head_dim + start, length)
+            else:
+                yield from _outputs(self.qkv[0], start, length)
+                if kv_heads := self.own_kv_heads(unit, self.heads_in(part.channels)):
+                    for module in self.qkv[1:]:
+                        yield from _outputs(module, kv_heads.start * self.head_dim, len(kv_heads) * self.head_dim)
+            projection = part.projection
+            yield Slice(projection, weight_of(projection), input_dim(projection), start, length, over_inputs=True)
+
+
+def family_of(model: nn.Module) -> str:
+    """The key of the model's row in FAMILIES."""
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in FAMILIES:
+        return str(model_type)
+    timm_names = [f"timm/{kind.__name__}" for kind in type(model).__mro__ if kind.__module__.startswith("timm.")]
+    for name in timm_names:
+        if name in FAMILIES:
+            return name
+    what = f"model_type {model_type!r}" if model_type else f"the class {type(model).__name__}"
+    raise unsupported(what)
+
+
+def task_of(model: nn.Module) -> str:
+    """What the model does: "text" or "image"."""
+    return FAMILIES[family_of(model)].task
+
+
+def unsupported(what: str) -> UnsupportedModel:
+    """The error for a model that has no row in FAMILIES."""
+    return UnsupportedModel(f"No family is known for {what}; known: {', '.join(FAMILIES)}. See docs/add-a-family.md.")
+
+
+def anatomy(model: nn.Module) -> tuple[Layer, ...]:
+    """The blocks of a model of a known family, in the order in which they run."""
+    family = FAMILIES[family_of(model)]
+    try:
+        return tuple(_read_block(family, name, block) for name, block in _walk(model, family.blocks))
+    except AttributeError as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not built like the other models of its family {family_of(model)!r}: {error}. "
+            "Pass the model with its head (a causal language model or an image classifier), or see docs/add-a-family.md."
+        ) from error
+
+
+def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GROUP_WIDTH) -> list[Unit]:
+    """All units of `model` that the target allows.
+
+    >>> units = candidate_units(model, target="head")
+    """
+    layers = anatomy(model)
+    return enumerate_units(
+        [layer.heads for layer in layers],
+        [layer.mlp_width for layer in layers],
+        kv_heads=[layer.kv_heads for layer in layers],
+        target=target,
+        group_width=group_width,
+    )
+
+
+def layer_of(layers: Sequence[Layer], unit: Unit) -> Layer:
+    """The block of a unit."""
+    if unit.layer >= len(layers):
+        raise SelectionError(f"There is no unit {unit}: the model has {len(layers)} blocks, counted from 0.")
+    return layers[unit.layer]
+
+
+def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
+    attention: Any = block.get_submodule(family.attention)  # mypy takes every attribute of a module for a tensor
+    out = attention.get_submodule(family.out)
+    qkv = tuple(attention.get_submodule(path) for path in family.qkv)
+    mlp_in = tuple(block.get_submodule(path) for path in family.mlp_in)
+    mlp_out = block.get_submodule(family.mlp_out)
+    inner = _in_features(out)  # heads * head_dim; not always the model dimension (Gemma, Qwen3)
+    head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    if head_dim is None:
+        head_dim = inner // attention.num_heads
+    heads = inner // head_dim
+    kv_heads = _out_features(qkv[1]) // head_dim if family.packing == SEPARATE else heads
+    kv_of = getattr(attention, "kv_index", None) or [h * kv_heads // heads for h in range(heads)]  # shrunk.py sets kv_index
+    mlp_width = _in_features(mlp_out)
+    q_features = _out_features(qkv[0]) if family.packing == SEPARATE else _out_features(qkv[0]) // 3
+    if q_features != inner or any(_out_features(module) != mlp_width for module in mlp_in):
+        raise UnsupportedModel(
+            f"The projections of {name} do not fit one another (heads {q_features} to {inner}, "
+            f"MLP {[_out_features(module) for module in mlp_in]} to {mlp_width}): Secateur does not know this packing."
+        )
+    for parent in (attention, getattr(block, "mlp", None)):
+        if not isinstance(getattr(parent, "norm", nn.Identity()), nn.Identity):  # in some timm models
+            raise UnsupportedModel(f"{name} has a norm before an output projection, which mixes the units' channels.")
+    return Layer(
+        name=name,
+        block=block,
+        attention=attention,
+        qkv=qkv,
+        out=out,
+        mlp_in=mlp_in,
+        mlp_out=mlp_out,
+        packing=family.packing,
+        width=_in_features(qkv[0]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp_width,
+        kv_of=tuple(kv_of),
+    )
+
+
+def _walk(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks in the list, or the lists, that a path names, each with its own path."""
+    head, star, tail = path.partition(".*.")
+    for index, item in enumerate(model.get_submodule(head).children()):
+        name = f"{head}.{index}"
+        if star:
+            yield from ((f"{name}.{inner}", block) for inner, block in _walk(item, tail))
+        else:
+            yield name, item
+
+
+def _outputs(module: nn.Module, start: int, length: int) -> Iterator[Slice]:
+    """The rows of a projection that compute the outputs start:start+length, and their biases."""
+    yield Slice(module, weight_of(module), 1 - input_dim(module), start, length)
+    if isinstance(module.bias, Tensor):
+        yield Slice(module, module.bias, 0, start, length)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight
+
+
+def input_dim(module: nn.Module) -> int:
+    """The dimension of a projection's weight that runs over its inputs."""
+    # transformers' Conv1D (GPT-2) stores its weight as (inputs, outputs), nn.Linear as (outputs, inputs).
+    return 0 if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) else 1
+
+
+def _in_features(module: nn.Module) -> int:
+    return int(weight_of(module).shape[input_dim(module)])
+
+
+def _out_features(module: nn.Module) -> int:
+    return int(weight_of(module).shape[1 - input_dim(module)])

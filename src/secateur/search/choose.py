@@ -1,0 +1,80 @@
+"""Choosing: make a selection from a model, calibration batches and settings, with the method that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from secateur.data.batches import Batches
+from secateur.files.journal import Journal
+from secateur.model.loading import Opened, versions
+from secateur.search.damage import DamageMeter
+from secateur.search.goals import Goal
+from secateur.search.scores import unit_scores
+from secateur.search.select import Screen, select, select_by_score
+from secateur.selection import Selection
+from secateur.settings import Machine, Provenance, Settings
+from secateur.units import Unit
+from secateur.watcher import Watcher
+
+
+def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Provenance:
+    """The settings and digests that a selection depends on."""
+    return Provenance(replace(settings, device=opened.device), opened.digest, calibration.source.digest)
+
+
+def choose_units(
+    opened: Opened,
+    calibration: Batches,
+    settings: Settings,
+    *,
+    units: Sequence[Unit],
+    goal: Goal | None = None,
+    machine: Machine | None = None,
+    journal: Journal | None = None,
+    watcher: Watcher | None = None,
+) -> Selection:
+    """The units that the settings' method chooses from the candidates `units`, with all that a selection.json records."""
+    watcher, machine = watcher or Watcher(), machine or Machine()
+    watcher.stage("choosing units")
+    batches = calibration[: settings.score_batches]
+    if not settings.row.policy:
+        scores = unit_scores(settings.method, opened.model, units, batches=batches, seed=settings.seed)
+        chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
+    else:
+        meter = DamageMeter(
+            opened.model,
+            calibration,
+            batches_per_pull=settings.batches_per_pull,
+            batches_per_step=settings.batches_per_step,
+            cache_memory=machine.cache_memory,
+            stack=settings.stack,
+            lanes=machine.lanes,
+            seed=settings.seed,
+        )
+        screen = None
+        if settings.screening:
+            scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, seed=settings.seed)
+            screen = Screen(scores, settings.screen or len(units))
+        chosen = select(
+            meter,
+            units,
+            policy=settings.row.policy(settings),
+            ratio=settings.ratio,
+            goal=goal,
+            pulls_per_step=settings.pulls_per_step,
+            temperature=settings.temperature,
+            seed=settings.seed,
+            screen=screen,
+            journal=journal,
+            watcher=watcher,
+        )
+        if meter.cache_was_full:
+            watcher.say("The cache memory did not hold the block outputs of all batches: a larger --cache-memory is faster.")
+    return replace(
+        chosen,
+        made_with=provenance(opened, settings, calibration),
+        versions=versions(),
+        calibration=calibration.source,
+        goal=goal.reached(chosen.units) if goal else None,
+    )

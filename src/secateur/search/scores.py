@@ -1,0 +1,142 @@
+"""Static scores of units (Eq. 32-36): a high score means keep. Each needs at most one pass over the calibration batches.
+
+A score function takes (model, units, batches, seed); a row of methods.py names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from secateur.errors import SettingError, not_one_of
+from secateur.methods import METHODS, scoring
+from secateur.model.families import Layer, Slice, anatomy, layer_of
+from secateur.model.losses import IGNORED, Batch, batch_loss, evaluating
+from secateur.streams import SCORES, stream
+from secateur.units import Unit
+
+
+def unit_scores(
+    method: str, model: nn.Module, units: Sequence[Unit], *, batches: Sequence[Batch] = (), seed: int = 42
+) -> dict[Unit, float]:
+    """The score of every unit by a static method of METHODS.
+
+    >>> scores = unit_scores("taylor", model, candidate_units(model), batches=calibration)
+    """
+    if method not in scoring():
+        raise not_one_of("static method", method, scoring())
+    if METHODS[method].needs_batches and not batches:
+        raise SettingError(f"The method {method} needs calibration batches.")
+    scores: dict[Unit, float] = METHODS[method].scorer()(model, units, batches, seed)
+    return scores
+
+
+def random_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch] = (), seed: int = 42) -> dict[Unit, float]:
+    """Independent draws: the k lowest are a uniform k-subset (Eq. 32)."""
+    return dict(zip(units, stream(seed, SCORES).random(len(units)).tolist(), strict=True))
+
+
+def magnitude_scores(
+    model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch] = (), seed: int = 42
+) -> dict[Unit, float]:
+    """The mean absolute value of the unit's own parameters (Eq. 33)."""
+
+    def score(slices: list[Slice]) -> float:
+        values = [s.of(s.parameter.detach()).float() for s in slices]
+        return sum(_total(value.abs()) for value in values) / sum(value.numel() for value in values)
+
+    return _per_unit(model, units, score)
+
+
+def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
+    """Weight magnitude times the norm of the input channel it meets, summed over the unit's weights (Eq. 34)."""
+    norms = _input_norms(model, units, batches)
+
+    def score(slices: list[Slice]) -> float:
+        total = 0.0
+        for s in slices:
+            if s.parameter.dim() != 2:
+                continue  # a bias has no input channel
+            weight = s.of(s.parameter.detach()).float().abs()
+            norm = norms[s.module].narrow(0, s.start, s.length) if s.over_inputs else norms[s.module]
+            input_dim = s.dim if s.over_inputs else 1 - s.dim
+            total += _total(weight * (norm if input_dim == 1 else norm[:, None]))
+        return total
+
+    return _per_unit(model, units, score)
+
+
+def taylor_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
+    """The absolute sum of weight times gradient: the first-order change of the loss (Eq. 35)."""
+    gradients = _gradients(model, units, batches)
+    return _per_unit(model, units, lambda slices: abs(sum(_total(_times_gradient(s, gradients)) for s in slices)))
+
+
+def fisher_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
+    """The sum of squares of weight times gradient (Eq. 36)."""
+    gradients = _gradients(model, units, batches)
+    return _per_unit(model, units, lambda slices: sum(_total(_times_gradient(s, gradients) ** 2) for s in slices))
+
+
+def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[nn.Module, Tensor]:
+    """||X_b||_2 of every input channel of every projection that the units touch, over all positions of all batches."""
+    squares: dict[nn.Module, Tensor] = {}
+    real: Tensor | None = None  # positions of the present batch that are not padding; None: all
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].float().flatten(0, -2)  # (positions, channels)
+        x = x if real is None else x[real.to(x.device)]
+        squares[module] = squares.get(module, 0) + (x * x).sum(0)
+
+    modules = {s.module for slices in _slices(model, units).values() for s in slices}
+    handles = [module.register_forward_pre_hook(add) for module in modules]
+    try:
+        with torch.inference_mode(), evaluating(model):
+            for batch in batches:
+                real = (batch["labels"] != IGNORED).flatten() if "input_ids" in batch else None
+                batch_loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {module: value.sqrt() for module, value in squares.items()}
+
+
+def _gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[int, Tensor]:
+    """The gradient of the mean calibration loss in every parameter that the units touch, by the parameter's id.
+
+    The model stays as it was: no `.grad` is written and `requires_grad` is restored.
+    """
+    parameters = list({id(s.parameter): s.parameter for slices in _slices(model, units).values() for s in slices}.values())
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    try:
+        model.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with torch.enable_grad(), evaluating(model):
+            for batch in batches:
+                for total, gradient in zip(sums, torch.autograd.grad(batch_loss(model, batch), parameters), strict=True):
+                    total += gradient / len(batches)
+    finally:
+        for touched, flag in required:
+            touched.requires_grad_(flag)
+    return {id(parameter): total for parameter, total in zip(parameters, sums, strict=True)}
+
+
+def _times_gradient(s: Slice, gradients: Mapping[int, Tensor]) -> Tensor:
+    return s.of(s.parameter.detach()).float() * s.of(gradients[id(s.parameter)])
+
+
+def _slices(model: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Slice]]:
+    layers: tuple[Layer, ...] = anatomy(model)
+    return {unit: list(layer_of(layers, unit).slices(unit)) for unit in units}
+
+
+def _per_unit(model: nn.Module, units: Sequence[Unit], score: Callable[[list[Slice]], float]) -> dict[Unit, float]:
+    return {unit: float(score(slices)) for unit, slices in _slices(model, units).items()}
+
+
+def _total(values: Tensor) -> float:
+    return float(values.sum())

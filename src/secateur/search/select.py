@@ -1,0 +1,284 @@
+"""The search: build the mask one unit at a time (section 3.8, Algorithm 1).
+
+Meets the model only through a `Meter`; knows no tensor. The journal, if there is one, holds every pull already made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from secateur.errors import SettingError
+from secateur.files import jsonio
+from secateur.files.journal import Journal
+from secateur.search.goals import Count, Goal
+from secateur.search.policies import ArmStats, Belief, Choice, Conversation, Heard, Policy, Request, check_search, reward
+from secateur.selection import Pull, Selection, Step
+from secateur.streams import POLICY, POOLS, stream
+from secateur.units import Unit, n_selected
+from secateur.watcher import Progress, Watcher
+
+Asked = tuple[Unit, tuple[int, ...]]  # a pull to make: a unit, and the batches to measure it on
+
+
+class Measured(NamedTuple):
+    """The losses of one pull, batch by batch, and the model passes it took."""
+
+    base_losses: tuple[float, ...]
+    masked_losses: tuple[float, ...]
+    forwards: int
+
+
+class Meter(Protocol):
+    """What a search needs of a model: draw calibration batches, measure units on them, zero a unit from then on."""
+
+    def draw(self) -> tuple[int, ...]: ...
+    def measure(self, pulls: Sequence[Asked]) -> Iterator[Measured]: ...
+    def recall(self, pull: Pull) -> None: ...
+    def commit(self, unit: Unit) -> None: ...
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Consider only the `size` remaining candidates of lowest score."""
+
+    scores: Mapping[Unit, float]
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise SettingError(f"The screen keeps {self.size} candidates, but must keep at least 1.")
+
+    def kept(self, remaining: Sequence[Unit]) -> list[Unit]:
+        """The remaining candidates of lowest score, in the order they came in; non-finite scores come last."""
+        lowest = set(by_score(remaining, self.scores)[: self.size])
+        return [unit for unit in remaining if unit in lowest]
+
+
+def select(
+    meter: Meter,
+    units: Sequence[Unit],
+    *,
+    policy: Policy,
+    ratio: float = 0.10,
+    goal: Goal | None = None,
+    pulls_per_step: int = 32,
+    temperature: float = 0.02,
+    seed: int = 42,
+    screen: Screen | None = None,
+    prior: Mapping[Unit, Belief] | None = None,
+    journal: Journal | None = None,
+    watcher: Watcher | None = None,
+) -> Selection:
+    """Algorithm 1: at each step the policy measures candidates of a pool and chooses one, which is zeroed from then on.
+
+    A step may spend `pulls_per_step` pulls. A `goal` ends the search in place of the ratio. A `prior` is a belief about some
+    units before the first step. The `watcher` is called after each pull and each step.
+
+    >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
+    """
+    check_search(pulls_per_step=pulls_per_step, temperature=temperature)
+    watcher, goal = watcher or Watcher(), goal or Count(n_selected(ratio, len(units)))
+    candidates = Candidates(units, goal, screen, stream(seed, POOLS))
+    beliefs, policy_rng = Beliefs(prior or {}), stream(seed, POLICY)
+    selected: list[Unit] = []
+    steps: list[Step] = []
+    trace: list[Pull] = []
+    while len(selected) < (n_steps := goal.n_steps(selected)):
+        pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
+        search = _StepSearch(len(selected), n_steps, pool, pulls_per_step, meter, goal, temperature, journal, watcher)
+        choice = search.hold(policy.run(beliefs.of(pool), pulls_per_step, policy_rng))
+        trace += search.pulls
+        beliefs.hear(search.pulls, goal)
+        if not candidates.learn(pool, search.stats):
+            continue  # every unit of the pool broke the loss, and other candidates are left: try those
+        selected.append(pool[choice.arm])
+        meter.commit(pool[choice.arm])
+        steps.append(search.record(choice))
+        watcher.chosen(steps[-1], n_steps)
+    return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace))
+
+
+class Candidates:
+    """The remaining candidates, and the pools drawn from them. A unit that broke the loss is used only if no other is left."""
+
+    def __init__(self, units: Sequence[Unit], goal: Goal, screen: Screen | None, rng: np.random.Generator) -> None:
+        self._units, self._goal, self._screen, self._rng = units, goal, screen, rng
+        self._broken: set[Unit] = set()
+        self._last_resort = False  # only units that broke the loss are left
+
+    def pool(self, selected: Sequence[Unit], size: Callable[[int, int], int], budget: int) -> list[Unit]:
+        """A_s: remaining candidates drawn by seed, as many as the policy wants (section 4)."""
+        remaining = self._goal.open([unit for unit in self._units if unit not in selected], selected)
+        remaining = [unit for unit in remaining if unit not in self._broken] or remaining
+        self._last_resort = set(remaining) <= self._broken
+        if self._screen:
+            remaining = self._screen.kept(remaining)
+        n = len(remaining)
+        return [remaining[i] for i in self._rng.choice(n, size=min(n, size(n, budget)), replace=False)]
+
+    def learn(self, pool: Sequence[Unit], stats: ArmStats) -> bool:
+        """Remember units that broke the loss; False if all measured units did and other candidates are left."""
+        self._broken.update(unit for unit, broken in zip(pool, stats.broken, strict=True) if broken)
+        return self._last_resort or not stats.all_broken
+
+
+class Beliefs:
+    """What is known of each unit's damage on one batch, from the prior and all measurements so far."""
+
+    def __init__(self, prior: Mapping[Unit, Belief]) -> None:
+        self._known = dict(prior)
+
+    def of(self, pool: Sequence[Unit]) -> list[Belief]:
+        return [self._known.get(unit, Belief()) for unit in pool]
+
+    def hear(self, pulls: Sequence[Pull], goal: Goal) -> None:
+        """Add measurements, in damage per weight, as policies hear them; non-finite damages are left out."""
+        for pull in pulls:
+            for damage in pull.damages:
+                if math.isfinite(damage):
+                    self._known[pull.unit] = _updated(self._known.get(pull.unit, Belief()), damage / goal.weight(pull.unit))
+
+
+def _updated(belief: Belief, value: float) -> Belief:
+    """Mean and sample variance with one more value (Welford's rule)."""
+    if belief.count == 0:
+        return Belief(value, math.nan, 1)
+    n = belief.count + 1
+    squares = (belief.count - 1) * belief.variance if belief.count > 1 else 0.0
+    gap = value - belief.mean
+    return Belief(belief.mean + gap / n, (squares + gap * gap * belief.count / n) / (n - 1), n)
+
+
+@dataclass
+class _StepSearch:
+    """One step: answers a policy's requests with measurements, and writes them down."""
+
+    step: int
+    n_steps: int
+    pool: Sequence[Unit]
+    budget: int
+    meter: Meter
+    goal: Goal
+    temperature: float
+    journal: Journal | None
+    watcher: Watcher
+    pulls: list[Pull] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stats = ArmStats(len(self.pool))
+
+    def hold(self, conversation: Conversation) -> Choice:
+        """Answer requests until the policy names its choice."""
+        try:
+            request = next(conversation)
+            while True:
+                request = conversation.send(self._answer(request))
+        except StopIteration as end:
+            choice: Choice = end.value
+        if not self.stats.counts[choice.arm]:
+            raise ValueError(f"The policy chose arm {choice.arm}, which it never measured in this step.")
+        return choice
+
+    def _answer(self, request: Request) -> list[Heard]:
+        if not all(0 <= arm < len(self.pool) for arm in request.arms):
+            raise ValueError(f"The policy asked for the arms {request.arms}, and there are {len(self.pool)}, counted from 0.")
+        wanted = len(request.arms) * request.pulls
+        if not wanted or self.stats.pulls + wanted > self.budget:
+            raise ValueError(f"The policy asked for {wanted} pulls and has {self.budget - self.stats.pulls} left.")
+        arms, asked = [], []
+        for _ in range(request.pulls):
+            shared = self.meter.draw() if request.common else None
+            for arm in request.arms:
+                arms.append(arm)
+                asked.append((self.pool[arm], shared or self.meter.draw()))
+        answers = []
+        for arm, pull in zip(arms, self._made(asked), strict=True):
+            self.pulls.append(pull)
+            answers.append(self._heard(arm, pull))
+            self.stats.hear(answers[-1:])
+            self.watcher.pull(self._where(replayed=self.journal is not None and self.journal.replaying))
+        return answers
+
+    def _made(self, asked: Sequence[Asked]) -> Iterator[Pull]:
+        """The pulls in order: those of an earlier start from the journal, the others measured and written there."""
+        replayed = 0
+        for unit, batches in asked:
+            recorded = self._replayed(unit, batches)
+            if recorded is None:
+                break
+            replayed += 1
+            yield recorded
+        rest = asked[replayed:]
+        if not rest:
+            return
+        for (unit, batches), losses in zip(rest, self.meter.measure(rest), strict=True):
+            damages = [masked - base for masked, base in zip(losses.masked_losses, losses.base_losses, strict=True)]
+            damage = sum(damages) / len(damages)  # Eq. 18, over the pull's batches
+            earned = reward(damage, self.temperature * self.goal.weight(unit))
+            pull = Pull(self.step, unit, batches, losses.base_losses, losses.masked_losses, damage, earned, losses.forwards)
+            if self.journal:
+                self.journal.append(pull.to_json())
+            yield pull
+
+    def _replayed(self, unit: Unit, batches: tuple[int, ...]) -> Pull | None:
+        recorded = (
+            self.journal.replay({"step": self.step, "unit": unit.to_json(), "batches": batches}) if self.journal else None
+        )
+        if self.journal is None or recorded is None:
+            return None
+        try:
+            pull = jsonio.decode(recorded, Pull)
+        except ValueError as error:
+            raise self.journal.edited() from error
+        self.meter.recall(pull)
+        return pull
+
+    def _heard(self, arm: int, pull: Pull) -> Heard:
+        weight = self.goal.weight(pull.unit)
+        # A base loss that is not finite is the fault of what was committed before, not of this unit's mask.
+        broken = not math.isfinite(pull.damage) and all(map(math.isfinite, pull.base_losses))
+        return Heard(arm, tuple(damage / weight for damage in pull.damages), pull.reward, broken)
+
+    def _where(self, *, replayed: bool) -> Progress:
+        best = self.stats.best()
+        reward_of_best = float(self.stats.means[best])
+        return Progress(self.step, self.n_steps, self.stats.pulls, self.budget, self.pool[best], reward_of_best, replayed)
+
+    def record(self, choice: Choice) -> Step:
+        stats, arm = self.stats, choice.arm
+        return Step(
+            step=self.step,
+            unit=self.pool[arm],
+            mean_reward=float(stats.means[arm]),
+            posterior_mean=float(stats.posterior_means[arm]),
+            unit_pulls=int(stats.counts[arm]),
+            pool=len(stats.counts),
+            evaluated=int((stats.counts > 0).sum()),
+            broken=int(stats.broken.sum()),
+            sure=choice.sure,
+        )
+
+
+def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: Goal | None = None) -> Selection:
+    """The units of lowest score, or with a goal of lowest score for their cost: the static methods.
+
+    Ties go to the earlier unit, non-finite scores come last.
+    """
+    goal = goal or Count(n_selected(ratio, len(scores)))
+    per_cost = {unit: score / goal.weight(unit) for unit, score in scores.items()}
+    selected: list[Unit] = []
+    for unit in by_score(list(scores), per_cost):
+        if len(selected) >= goal.n_steps(selected):
+            break
+        selected += goal.open([unit], selected)
+    return Selection(units=tuple(selected), scores=dict(scores))
+
+
+def by_score(units: Sequence[Unit], scores: Mapping[Unit, float]) -> list[Unit]:
+    """The units from the lowest score to the highest; non-finite scores come last."""
+    return sorted(units, key=lambda unit: (not math.isfinite(scores[unit]), scores[unit] if math.isfinite(scores[unit]) else 0))

@@ -1,0 +1,399 @@
+"""Settings: what a user can decide, each with its default, its help line and its check. Knows no model and no tensor.
+
+The command line's options, the grid's keys, Python's keywords and the table in docs/settings.md come from the fields below.
+`None` means that the value is left to the model's task, to the machine, or unset, as the help line says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
+
+from secateur.errors import SettingError, not_one_of
+from secateur.files import jsonio
+from secateur.methods import METHODS, Method, method, scoring
+from secateur.search.policies import UCB, check_search
+from secateur.streams import POOLS, stream
+from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
+
+CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
+SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, MACHINE)
+BUILTIN = "builtin"  # the text that every Python carries
+FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing, and as a screen keeps everything
+PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
+LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
+LAYOUTS = (FREE, UNIFORM)
+REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
+DTYPES = ("float32", "bfloat16", "float16")
+DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
+OLD_NAMES = {"target_params": "keep_params", "target_flops": "keep_flops", "target_latency": "keep_latency"}
+
+T = TypeVar("T", bound="_Checked")
+
+
+def _setting(default: Any, section: str, help: str | Callable[[], str], **more: Any) -> Any:
+    """A field that a user sets.
+
+    Besides the help line `more` can say: `least` (the smallest value), `share` (it lies between 0 and 1), `choices`, `by_task`
+    (its defaults for texts and for images), `unset` (what files and flags say for None), `recorded` (its name in files),
+    `flag` (its name on the command line and in grids, where that differs), `words` (its name in sentences), `hidden` (it has
+    no option of its own).
+    """
+    return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
+
+
+class _Checked:
+    """Settings whose fields carry their own checks."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if "unset" in field.metadata and getattr(self, field.name) == field.metadata["unset"]:
+                object.__setattr__(self, field.name, None)
+
+    def check(self) -> None:
+        """Refuse values that cannot work, before anything is loaded."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            _check(field, getattr(self, field.name))
+
+    def for_task(self: T, task: str) -> T:
+        """The same settings with the defaults of a task, "text" or "image", in place of None."""
+        which = 0 if task == "text" else 1
+        fields = [field for field in dataclasses.fields(self) if "by_task" in field.metadata]  # type: ignore[arg-type]
+        left = {field.name: field.metadata["by_task"][which] for field in fields if getattr(self, field.name) is None}
+        return replace(self, **left)  # type: ignore[type-var]
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as files hold them."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = {field: getattr(self, field.name) for field in fields}
+        return {
+            field.metadata.get("recorded", field.name): field.metadata.get("unset") if value is None else value
+            for field, value in values.items()
+        }
+
+    @classmethod
+    def from_json(cls: type[T], fields: Mapping[str, Any]) -> T:
+        """The settings that a file holds; a ValueError if it holds none."""
+        names = {field.metadata.get("recorded", field.name): field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return jsonio.decode({names.get(name, name): value for name, value in fields.items()}, cls)
+
+
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
+    if value is None:
+        return
+    words, about = field.metadata.get("words", field.name.replace("_", " ")), field.metadata
+    if "least" in about and value < about["least"]:
+        raise SettingError(f"The {words} is {value}, but must be at least {about['least']}.")
+    if "choices" in about and value not in about["choices"]():
+        raise not_one_of(words, value, list(about["choices"]()))
+    if "share" in about and not 0 < value < 1:
+        raise SettingError(f"The {words} is {value}, but must lie between 0 and 1: 0.8 leaves four fifths.")
+
+
+def _screens() -> list[str]:
+    return [*scoring(), NONE]
+
+
+@dataclass(frozen=True)
+class Settings(_Checked):
+    """What decides which units are chosen. The defaults are the paper's (section 4) where it names one."""
+
+    model: str
+    target: str = _setting(
+        HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}.", choices=lambda: TARGETS
+    )
+    ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.")
+    method: str = _setting("ucb", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
+    seed: int = _setting(42, SEARCH, "Same seed and settings, same selection.")
+    pulls_per_step: int = _setting(32, SEARCH, "Paired measurements for each unit removed.")  # T_step; G for greedy
+    batches_per_pull: int = _setting(2, SEARCH, "Calibration batches in a measurement.", least=1)  # b_pull
+    batches_per_step: int | None = _setting(
+        None,
+        SEARCH,
+        "Batches that the measurements for one unit share: fewer model passes. [default: 0, draw from all]",
+        least=0,
+        unset=0,
+    )
+    stack: int = _setting(
+        1, MACHINE, "Masked runs per forward pass; may pay on a GPU, see secateur bench --stack.", least=1
+    )  # may change the last digits of a loss, so it is recorded
+    temperature: float = _setting(
+        0.02, SEARCH, "Scale of the damage: one of this size earns reward 0.27, none earns 0.5."
+    )  # tau
+    ucb_c: float = _setting(1.5, SEARCH, "How much UCB explores.")
+    pool_size: int | None = _setting(
+        None,
+        SEARCH,
+        "Candidates tried for each unit removed, by ucb and ts. [default: 0, twice the root of those left]",
+        least=0,
+        unset=0,
+    )
+    screen: int | None = _setting(
+        None,
+        SEARCH,
+        "Consider only this many candidates of lowest score; 0 considers all. [default: 48 for text, 0 for images]",
+        least=0,
+        by_task=(48, 0),
+    )
+    screen_by: str = _setting(
+        "magnitude",
+        SEARCH,
+        lambda: f"Score that --screen keeps the lowest of: {', '.join(_screens())}.",
+        choices=_screens,
+        words="screening rule",
+    )
+    group_width: int = _setting(GROUP_WIDTH, CHOOSING, "MLP channels in a group.", least=1)  # g0
+    score_batches: int = _setting(
+        16,
+        SEARCH,
+        lambda: f"Calibration batches for scores ({', '.join(name for name in scoring() if METHODS[name].needs_batches)}).",
+        least=1,
+    )
+    calibration: str = _setting(BUILTIN, DATA, f"Data that choose: {DATA_NAMES}.")
+    calibration_size: int | None = _setting(
+        None, DATA, "Texts or images to calibrate on, at most. [default: 512 texts, 1024 images]", least=1, by_task=(512, 1024)
+    )
+    seq_len: int = _setting(128, DATA, "Tokens in a text.", least=2)
+    batch_size: int | None = _setting(
+        None, DATA, "Texts or images in a batch. [default: 4 texts, 8 images]", least=1, by_task=(4, 8)
+    )
+    layout: str = _setting(
+        FREE,
+        CHOOSING,
+        "free: each layer loses what it can do without; uniform: each layer loses the same, and any loader reads the result; "
+        "none: nothing is cut.",
+        choices=lambda: (*LAYOUTS, NONE),
+    )
+    keep_params: float | None = _setting(
+        None,
+        CHOOSING,
+        "Instead of a ratio: the share of the parameters to keep.",
+        share=True,
+        unset=0,
+        recorded="target_params",
+        words="goal for parameters",
+    )
+    keep_flops: float | None = _setting(
+        None,
+        CHOOSING,
+        "Instead of a ratio: the share of the FLOPs to keep.",
+        share=True,
+        unset=0,
+        recorded="target_flops",
+        words="goal for FLOPs",
+    )
+    keep_latency: float | None = _setting(
+        None,
+        CHOOSING,
+        "Instead of a ratio: the share of the time to keep, by a table measured on this machine.",
+        share=True,
+        unset=0,
+        recorded="target_latency",
+        words="goal for latency",
+    )
+    device: str = _setting(AUTO, MACHINE, "cpu, cuda, mps, or auto for the best there is.")
+    dtype: str = _setting("float32", MACHINE, f"Precision of the weights: {', '.join(DTYPES)}.", choices=lambda: DTYPES)
+
+    @property
+    def row(self) -> Method:
+        """The method's row in METHODS."""
+        return method(self.method)
+
+    @property
+    def screening(self) -> bool:
+        """Whether a score narrows the candidates before they are measured."""
+        return self.row.policy is not None and bool(self.screen) and self.screen_by != NONE
+
+    @property
+    def scores_batches(self) -> bool:
+        """Whether the method's score, or the screen's, is taken on calibration batches."""
+        score = self.method if self.row.score else self.screen_by if self.screening else ""
+        return bool(score) and METHODS[score].needs_batches
+
+    @property
+    def keep(self) -> tuple[str, float] | None:
+        """The goal: a cost, and the share of it to keep; None where the ratio decides."""
+        return next(iter(self._goals().items()), None)
+
+    def _goals(self) -> dict[str, float]:
+        asked = {PARAMS: self.keep_params, FLOPS: self.keep_flops, LATENCY: self.keep_latency}
+        return {what: share for what, share in asked.items() if share is not None}
+
+    def check(self) -> None:
+        super().check()
+        check_ratio(self.ratio)
+        check_search(pulls_per_step=self.pulls_per_step, temperature=self.temperature)
+        UCB(self.ucb_c)
+        stream(self.seed, POOLS)
+        if len(self._goals()) > 1:
+            raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
+
+    def without_unused(self) -> Settings:
+        """The same with settings that the method does not read at their defaults, so that they make no second run in a grid."""
+        unused = {name for row in METHODS.values() for name in row.settings} - set(self.row.settings)
+        if not self.row.policy:
+            unused |= {"pulls_per_step", "batches_per_pull", "batches_per_step", "stack", "temperature"}
+        if not self.screening:
+            unused |= {"screen_by"}
+        if not self.scores_batches:
+            unused |= {"score_batches"}
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings) if field.name in unused}
+        return replace(self, **defaults, screen=self.screen if self.screening else 0)
+
+
+@dataclass(frozen=True)
+class Judging(_Checked):
+    """What decides how a selection is judged."""
+
+    data: str | None = _setting(
+        None,
+        DATA,
+        "Data that judge, named in the same ways; never those that chose. [default: the held-out split of --calibration]",
+        unset="",
+    )
+    size: int | None = _setting(
+        None,
+        DATA,
+        "Texts or images to evaluate on, at most. [default: 1024 texts, 2000 images]",
+        flag="evaluation_size",
+        words="evaluation size",
+        least=1,
+        by_task=(1024, 2000),
+    )
+    max_batches: int | None = _setting(
+        None,
+        DATA,
+        "Batches to evaluate on, at most; 0 is all. [default: 80 of texts, all of images]",
+        flag="evaluation_batches",
+        words="evaluation batches",
+        least=0,
+        by_task=(80, 0),
+    )
+
+
+@dataclass(frozen=True)
+class Cutting(_Checked):
+    """What decides how the smaller model is made from a selection."""
+
+    repair: str | None = _setting(
+        None,
+        CUTTING,
+        "Fit what is left to make up for what is gone; kept only if it helps.",
+        choices=lambda: REPAIRS,
+        unset="",
+        hidden=True,  # the command line has --repair and --repair-form
+    )
+    measure: bool = _setting(True, CUTTING, "Measure dense against small at the end.")
+    max_shard_size: str = _setting("5GB", CUTTING, "The largest file of weights.")
+
+
+@dataclass(frozen=True)
+class Machine(_Checked):
+    """How the work is done; none of it changes a result."""
+
+    cache_memory: int | None = _setting(
+        None,
+        MACHINE,
+        "GiB for kept block outputs; 0 keeps none. Changes the speed, not the result. [default: half of what is free]",
+        words="cache memory",
+        least=0,
+    )  # in bytes; the command line takes GiB
+    lanes: int | None = _setting(
+        None, MACHINE, "Runs side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere]", least=1
+    )
+    trust_remote_code: bool = _setting(False, MACHINE, "Run code that the checkpoint brings along.")
+
+
+class Job(NamedTuple):
+    """Everything that decides a prune."""
+
+    settings: Settings
+    judging: Judging
+    cutting: Cutting
+    machine: Machine
+
+    def for_task(self, task: str) -> Job:
+        settings = self.settings.for_task(task)
+        judging = replace(self.judging.for_task(task), data=self.judging.data or settings.calibration)
+        return self._replace(settings=settings, judging=judging)
+
+
+GROUPS: tuple[type[_Checked], ...] = (Settings, Judging, Cutting, Machine)
+
+
+@functools.cache
+def keywords() -> dict[str, tuple[type[_Checked], dataclasses.Field[Any]]]:
+    """Every setting by the name that Python, the command line and grids give it, with the class it belongs to."""
+    names = {}
+    for group in GROUPS:
+        for field in dataclasses.fields(group):  # type: ignore[arg-type]
+            if field.name != "model":
+                names[field.metadata.get("flag", field.name)] = (group, field)
+    return names
+
+
+def type_of(name: str) -> Any:
+    """The type of a setting, as its class declares it."""
+    group, field = keywords()[name]
+    return get_type_hints(group)[field.name]
+
+
+def make_job(model: str, **settings: Any) -> Job:
+    """The job that these keywords describe, checked. A path is the same however it is written.
+
+    >>> make_job("gpt2", ratio=0.2, evaluation_batches=10).judging.max_batches
+    10
+    """
+    values: dict[type[_Checked], dict[str, Any]] = {group: {} for group in GROUPS}
+    for name, value in settings.items():
+        if name in OLD_NAMES:
+            warnings.warn(f"{name} is now called {OLD_NAMES[name]}", FutureWarning, stacklevel=3)
+            name = OLD_NAMES[name]
+        if name not in keywords():
+            raise not_one_of("setting", name, sorted(keywords()))
+        group, field = keywords()[name]
+        values[group][field.name] = plain_path(value) if name in ("calibration", "data") and value else value
+    values[Settings]["model"] = plain_path(model)
+    job = Job(*(group(**values[group]) for group in GROUPS))  # type: ignore[arg-type]
+    for part in job:
+        part.check()
+    return job
+
+
+def check_type(name: str, value: Any, where: str) -> None:
+    """Refuse a value of another type than the setting has."""
+    try:
+        msgspec.convert(value, type_of(name))
+    except msgspec.ValidationError as error:
+        wanted = str(error).replace("`", "").partition(",")[0].removeprefix("Expected ").replace(" | null", "")
+        raise SettingError(f"{name} of {where} is {value!r}, but must be of the kind {wanted}.") from error
+
+
+def plain_path(name: str) -> str:
+    """An existing path in its normal form; any other name as it is."""
+    return os.path.normpath(name) if name and Path(name).exists() else name
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The settings of a search and digests of its model and data: two searches that agree in these choose the same units."""
+
+    settings: Settings
+    model_digest: str
+    calibration_digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        return self.settings.to_json() | {"model_digest": self.model_digest, "calibration_digest": self.calibration_digest}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Provenance:
+        digests = [str(fields.get(name, "")) for name in ("model_digest", "calibration_digest")]
+        return cls(Settings.from_json(fields), *digests)

@@ -1,0 +1,387 @@
+"""The steps of the job: open, choose, judge, cut, compare; one call for each command. `prune` makes them one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from secateur.cut.checkpoint import (
+    check_cut,
+    check_cut_place,
+    check_shard_size,
+    cut_key,
+    keep_record,
+    other_cut,
+    write_cut,
+)
+from secateur.cut.costs import goal_of
+from secateur.cut.record import CutRecord, read_record
+from secateur.data.batches import Batches
+from secateur.data.load import load_batches
+from secateur.errors import OutputError, SelectionError, not_one_of
+from secateur.files import jsonio
+from secateur.files.journal import Journal, check_same_run
+from secateur.files.places import check_file, check_folder, check_record_file
+from secateur.judgement import Evaluation, Judgement
+from secateur.measure.evaluate import evaluate
+from secateur.measure.judge import judge
+from secateur.measure.memory import disk_bytes, peak_memory
+from secateur.measure.speed import Measurement, check_measure, measure
+from secateur.model.accounting import zeroed_percent
+from secateur.model.families import candidate_units, task_of
+from secateur.model.loading import Opened, load_model, open_model
+from secateur.model.zeroing import zeroed
+from secateur.search.choose import choose_units, provenance
+from secateur.selection import Reached, Selection
+from secateur.settings import FREE, LATENCY, LAYOUTS, Cutting, Job, Machine, Provenance, Settings, make_job
+from secateur.units import Unit
+from secateur.watcher import Watcher
+
+NEW_TOKENS = 16  # decoded for the measurement
+
+
+def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
+    """The job's model, and the job with the defaults of its task."""
+    settings = job.settings
+    watcher.stage(f"loading {settings.model}")
+    opened = open_model(
+        settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=job.machine.trust_remote_code
+    )
+    return opened, job.for_task(task_of(opened.model))
+
+
+def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batches:
+    """The batches that choose."""
+    watcher.stage("reading data")
+    size = settings.calibration_size or 0
+    return load_batches(opened.model, opened.processor, settings.calibration, settings, split="train", size=size)
+
+
+def evaluation_of(opened: Opened, job: Job) -> Batches:
+    """The batches that judge."""
+    judging = job.judging
+    return load_batches(
+        opened.model,
+        opened.processor,
+        judging.data or "",
+        job.settings,
+        split="test",
+        size=judging.size or 0,
+        most=judging.max_batches or 0,
+    )
+
+
+# Choose
+
+
+def choose(
+    opened: Opened,
+    calibration: Batches,
+    settings: Settings,
+    *,
+    units: Sequence[Unit] | None = None,
+    machine: Machine | None = None,
+    journal: Journal | None = None,
+    table_file: Path | None = None,
+    watcher: Watcher | None = None,
+) -> Selection:
+    """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped."""
+    watcher = watcher or Watcher()
+    units = candidate_units(opened.model, settings.target, settings.group_width) if units is None else units
+    goal = goal_of(settings, opened, units, table_file, watcher)
+    return choose_units(
+        opened, calibration, settings, units=units, goal=goal, machine=machine, journal=journal, watcher=watcher
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The result of the command `select`."""
+
+    selection: Selection
+    zeroed_percent: float
+    files: tuple[Path, ...]
+
+
+def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settings: Any) -> Chosen:
+    """Choose units of a model and write them to a file, with a journal beside it; goes on where it was stopped.
+
+    >>> select_to("gpt2", Path("sel.json"), ratio=0.1).selection.units
+    """
+    watcher = watcher or Watcher()
+    job = make_job(model, **settings)
+    check_file(out, "selection.json")
+    opened, job = open_job(job, watcher)
+    calibration = calibration_of(opened, job.settings, watcher)
+    made_with = provenance(opened, job.settings, calibration)
+    selection_of_this_run(out, made_with)  # refuses to overwrite another run's
+    stem = out.name.removesuffix(".json")
+    with Journal(out.with_name(f"{stem}.journal.jsonl"), made_with.to_json()) as journal:
+        table_file = out.with_name(f"{stem}.latency.json")
+        selection = choose(
+            opened, calibration, job.settings, machine=job.machine, journal=journal, table_file=table_file, watcher=watcher
+        )
+    selection.save(out)
+    files = tuple(path for path in (out, journal.path) if path.exists())
+    return Chosen(selection, zeroed_percent(opened.model, selection.units), files)
+
+
+def selection_of_this_run(path: Path, made_with: Provenance) -> Selection | None:
+    """The selection that an earlier start wrote, if there is one; the selection of another run is an error."""
+    if not path.exists():
+        return None
+    try:
+        selection = Selection.load(path)
+    except SelectionError as error:
+        raise OutputError(f"{error} It is not overwritten: choose another place with -o, or move it away.") from error
+    check_same_run(path, selection.made_with.to_json() if selection.made_with else {}, made_with.to_json())
+    return selection
+
+
+def check_selection(opened: Opened, selection: Selection) -> None:
+    """Refuse a selection that was made for another model."""
+    if selection.made_with:
+        made_with = selection.made_with
+        rounded = made_with.settings.dtype != opened.dtype
+        length = 8 if rounded else None  # another dtype rounds the weights: then only names and shapes can be compared
+        if made_with.model_digest and made_with.model_digest[:length] != opened.digest[:length]:
+            raise SelectionError(
+                f"The selection was made for the model {made_with.settings.model!r} (digest {made_with.model_digest}), and "
+                f"{opened.name!r} is another one (digest {opened.digest}); give the model it was made for."
+            )
+    with zeroed(opened.model, selection.units):
+        pass  # units that the model does not have are refused here
+
+
+# Judge
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of the command `evaluate`: a dense model alone, or the judgement of a selection."""
+
+    model: str
+    selection: str | None
+    data: str
+    dense: Evaluation
+    judgement: Judgement | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        about = {"model": self.model, "selection": self.selection, "data": self.data}
+        return about | (self.judgement.to_json() if self.judgement else {"dense": self.dense.to_json()})
+
+
+def evaluate_on(
+    model: str,
+    *,
+    selection: Path | None = None,
+    out: Path | None = None,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> Evaluated:
+    """Evaluate a model with and without the units of a selection file, or as it is; `out` also gets the result.
+
+    >>> evaluate_on("gpt2", selection=Path("sel.json"), data="lambada").judgement.changes
+    """
+    watcher = watcher or Watcher()
+    chosen = Selection.load(selection) if selection else None
+    job = make_job(model, **settings)
+    data = job.judging.data or job.settings.calibration
+    about: dict[str, Any] = {"model": model, "selection": str(selection) if selection else None, "data": data}
+    if out:
+        check_record_file(out, about)
+    opened, job = open_job(job, watcher)
+    if chosen:
+        check_selection(opened, chosen)
+    watcher.stage("reading data")
+    batches = evaluation_of(opened, job)
+    if chosen:
+        judgement = judge(opened.model, chosen, batches, watcher=watcher)
+        evaluated = Evaluated(**about, dense=judgement.dense, judgement=judgement)
+    else:
+        watcher.stage("evaluating the dense model")
+        evaluated = Evaluated(**about, dense=evaluate(opened.model, batches, watcher.evaluated))
+    if out:
+        jsonio.write(out, evaluated.to_json())
+    return evaluated
+
+
+# Cut
+
+
+def cut(
+    opened: Opened,
+    selection: Selection,
+    out: str | Path,
+    *,
+    calibration: Sequence[Any],
+    layout: str = FREE,
+    evaluation: Batches | None = None,
+    judgement: Judgement | None = None,
+    cutting: Cutting | None = None,
+    tokens: int = 128,
+    watcher: Watcher | None = None,
+) -> CutRecord:
+    """Write the model without the selected units to `out`, proved equal to the zeroed one; return what secateur.json holds.
+
+    `calibration` proves and repairs, `evaluation` judges the checkpoint as it is read back, and `judgement` is what is known of
+    the dense and the zeroed model. Called again after it was stopped, it goes on.
+
+    >>> cut(open_model("gpt2"), selection, "small/", calibration=batches)
+    """
+    watcher, cutting, folder = watcher or Watcher(), cutting or Cutting(), Path(out)
+    cutting.check()
+    check_shard_size(cutting.max_shard_size)
+    record, small = read_record(folder), None
+    if record is None:
+        record, small = write_cut(
+            opened, selection, folder, calibration=calibration, layout=layout, cutting=cutting, watcher=watcher
+        )
+        small = _as_opened(small, opened)
+    elif record.key != cut_key(opened, selection, layout, cutting):
+        raise other_cut(folder)
+    before = record
+    if evaluation is not None and not record.shrunk:
+        watcher.stage("evaluating the checkpoint")
+        small = small or load_model(str(folder), device=opened.device, dtype=opened.dtype)
+        record = replace(record, shrunk=evaluate(small, evaluation, watcher.evaluated), data=evaluation.source.name)
+        if judgement:
+            record = replace(record, dense=judgement.dense, zeroed=judgement.zeroed)
+    if cutting.measure and not record.measurement:
+        watcher.stage("measuring dense against small")
+        small = small or load_model(str(folder), device=opened.device, dtype=opened.dtype)
+        measurement = compare(opened, replace(opened, name=str(folder), model=small), tokens=tokens, watcher=watcher)
+        record = replace(record, measurement=measurement, goal=_measured_goal(record.goal, measurement))
+    if record != before:
+        keep_record(folder, record)
+    return record
+
+
+def _as_opened(small: nn.Module, opened: Opened) -> nn.Module | None:
+    """A model read back from disk, on the device of the dense one; None if it was written in another dtype."""
+    same = next(small.parameters()).dtype == next(opened.model.parameters()).dtype
+    return small.to(opened.device) if same else None
+
+
+def _measured_goal(goal: Reached | None, measurement: Measurement) -> Reached | None:
+    if goal is None or goal.what != LATENCY:
+        return goal
+    first = next(timing for timing in measurement.timings if timing.batch_size > 1)
+    return replace(goal, measured=1 / first.speedup.value)
+
+
+def shrink_to(
+    model: str, selection: Path, out: Path, *, layout: str = FREE, watcher: Watcher | None = None, **settings: Any
+) -> tuple[Selection, CutRecord]:
+    """Cut the units of a selection file out of a model and write the smaller one; the calibration data prove and repair it.
+
+    >>> shrink_to("gpt2", Path("sel.json"), Path("small"), repair="auto")
+    """
+    watcher, chosen = watcher or Watcher(), Selection.load(selection)
+    known = chosen.made_with.settings if chosen.made_with else Settings(model)
+    shared = {name: getattr(known, name) for name in ("calibration", "seq_len", "batch_size", "seed")}
+    job = make_job(model, **shared | settings)
+    if layout not in LAYOUTS:
+        raise not_one_of("layout", layout, LAYOUTS)
+    check_folder(out)
+    check_cut_place(out)
+    check_shard_size(job.cutting.max_shard_size)
+    opened, job = open_job(job, watcher)
+    check_selection(opened, chosen)
+    calibration = calibration_of(opened, job.settings, watcher)
+    check_cut(opened, job.cutting, len(calibration))
+    record = cut(
+        opened,
+        chosen,
+        out,
+        calibration=calibration,
+        layout=layout,
+        cutting=job.cutting,
+        tokens=job.settings.seq_len,
+        watcher=watcher,
+    )
+    return chosen, record
+
+
+# Measure
+
+
+def compare(
+    dense: Opened,
+    small: Opened,
+    *,
+    tokens: int = 128,
+    new_tokens: int | None = None,
+    batch_sizes: Sequence[int] = (1, 8),
+    repeats: int = 9,
+    threads: int | None = None,
+    memory: bool = True,
+    watcher: Watcher | None = None,
+) -> Measurement:
+    """Measure two models side by side: time, size on disk and peak memory."""
+    watcher = watcher or Watcher()
+    if new_tokens is None:
+        context = getattr(getattr(dense.model, "config", None), "max_position_embeddings", None)
+        new_tokens = min(NEW_TOKENS, max(1, context // 2)) if isinstance(context, int) else NEW_TOKENS
+    measurement = measure(
+        dense.model,
+        small.model,
+        batch_sizes=batch_sizes,
+        tokens=tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        threads=threads,
+        progress=watcher.evaluated,
+    )
+    disk = [disk_bytes(Path(opened.name)) if Path(opened.name).is_dir() else None for opened in (dense, small)]
+    peaks: list[int | None] = [None, None]
+    if memory:
+        watcher.stage("measuring memory")
+        peaks = [
+            peak_memory(
+                opened.name,
+                device=measurement.device,
+                dtype=measurement.dtype,
+                batch_size=max(batch_sizes),
+                tokens=tokens,
+                trust_remote_code=opened.trust_remote_code,
+            )
+            for opened in (dense, small)
+        ]
+    return replace(measurement, dense_disk=disk[0], small_disk=disk[1], dense_memory=peaks[0], small_memory=peaks[1])
+
+
+def compare_models(
+    dense: str,
+    small: str,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Measurement:
+    """Load two models and measure them side by side; the `options` are those of `compare`.
+
+    >>> compare_models("gpt2", "small/", repeats=15).timings[0].speedup
+    """
+    watcher = watcher or Watcher()
+    new_tokens, threads = options.get("new_tokens"), options.get("threads")
+    check_measure(
+        options.get("batch_sizes", (1, 8)),
+        options.get("tokens", 128),
+        NEW_TOKENS if new_tokens is None else new_tokens,
+        options.get("repeats", 9),
+        1 if threads is None else threads,
+    )
+    opened = []
+    for name in (dense, small):
+        watcher.stage(f"loading {name}")
+        model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        opened.append(Opened(name, model, None, trust_remote_code))
+    watcher.stage("measuring dense against small")
+    return compare(*opened, watcher=watcher, **options)
