@@ -1,8 +1,10 @@
-"""Stands in for secateur.experiment.work in workers that are to die."""
+"""Stands in for secateur.experiment.work in workers that are to die: every task kills its worker."""
 
 import os
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from secateur.experiment.workers import Part, Task
 
 
-def perform(task: dict[str, Any]) -> NoReturn:
+def perform(task: Task, part: Part) -> NoReturn:
     os._exit(7)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +10,15 @@ import pytest
 import torch
 
 import secateur as sc
-from secateur import cli
-from tiny import REAL_DATA
+from tiny import REAL_DATA, SMOLLM2, needs_smollm2
+from worlds import Run
 
-ROOT = Path(__file__).parents[1]
-SMOLLM2 = ROOT / ".cache" / "SmolLM2-135M-Instruct"
 DEIT, IMAGENETTE = (REAL_DATA / name for name in ("deit-tiny", "imagenette"))
 
 pytestmark = pytest.mark.slow
-needs_smollm2 = pytest.mark.skipif(
-    not (SMOLLM2 / "config.json").exists(), reason=f"no model in {SMOLLM2}: `make test` puts it there"
-)
 needs_deit = pytest.mark.skipif(
     not (DEIT / "config.json").exists() or not IMAGENETTE.is_dir(), reason=f"no DeiT-Tiny and Imagenette in {DEIT.parent}"
 )
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> tuple[Any, Any]:
-    return sc.load(str(SMOLLM2), device="cpu")
-
-
-@pytest.fixture
-def terminate() -> Iterator[None]:
-    """`main` takes SIGTERM over."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:
-    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}.items():
-        monkeypatch.setenv(name, value)  # so that `main` leaves no other value behind
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "argv", ["secateur", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    return exit.value.code
 
 
 @needs_smollm2
@@ -98,23 +66,21 @@ def test_smollm2_s_losses_are_the_same_to_the_bit_with_all_that_is_kept_and_side
     batches = sc.text_batches("builtin", tokenizer, split="train", limit=4, seq_len=64, batch_size=2)
     committed, units = sc.Unit("head", 12, 4), [sc.Unit("head", 5, 0), sc.Unit("mlp", 14, 3, 128), sc.Unit("head", 29, 8)]
     plain, ours = (sc.DamageMeter(model, batches, cache_memory=memory, lanes=lanes) for memory, lanes in ((0, 1), (None, 2)))
-    for unit in units:
-        assert ours.measure(unit, [0, 1]) == plain.measure(unit, [0, 1])
+    pulls = [(unit, (0, 1)) for unit in units]
+    assert list(ours.measure(pulls)) == list(plain.measure(pulls))
     for meter in (plain, ours):
         meter.commit(committed)
-    assert ours.measure(units[0], [0, 1]) == plain.measure(units[0], [0, 1])
+    assert list(ours.measure(pulls[:1])) == list(plain.measure(pulls[:1]))
     assert (ours.forwards, ours.cache_was_full) == (plain.forwards, False)
 
 
 @needs_smollm2
-@pytest.mark.usefixtures("terminate")
-def test_smollm2_is_pruned_of_two_heads_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_smollm2_is_pruned_of_two_heads_end_to_end(tmp_path: Path, run: Run) -> None:
     search = ["--ratio", 2 / 270, "--pulls-per-step", 3, "--batches-per-pull", 1]
     data = ["--batch-size", 1, "--calibration-size", 8, "--evaluation-batches", 2]
-    assert run(monkeypatch, "prune", SMOLLM2, *search, *data, "--device", "cpu", "-o", tmp_path, "--json") == 0
-    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    ran = run("prune", SMOLLM2, *search, *data, "--device", "cpu", "-o", tmp_path, "--json")
+    assert (ran.code, ran.complaints) == (0, [])
+    record = ran.document
     assert (len(record["units"]), record["pulls"], record["nonfinite_pulls"]) == (2, 6, 0)
     assert record["total_params"] == 134_515_008
     assert record["zeroed_percent"] == pytest.approx(
@@ -126,14 +92,12 @@ def test_smollm2_is_pruned_of_two_heads_end_to_end(
 
 
 @needs_deit
-@pytest.mark.usefixtures("terminate")
-def test_deit_tiny_is_pruned_end_to_end_on_imagenette(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deit_tiny_is_pruned_end_to_end_on_imagenette(tmp_path: Path, run: Run) -> None:
     search = ["--ratio", 0.10, "--pulls-per-step", 2, "--batches-per-pull", 1]
     data = ["--calibration", IMAGENETTE, "--calibration-size", 64, "--evaluation-size", 64, "--batch-size", 16]
-    assert run(monkeypatch, "prune", DEIT, *search, *data, "--device", "cpu", "-o", tmp_path, "--json") == 0
-    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    ran = run("prune", DEIT, *search, *data, "--device", "cpu", "-o", tmp_path, "--json")
+    assert (ran.code, ran.complaints) == (0, [])
+    record = ran.document
     assert (len(record["units"]), record["pulls"]) == (4, 8)
     assert (record["total_params"], record["dense"]["rows"]) == (5_717_416, 64)
     assert record["dense"]["top1"] > 0.6

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from secateur.errors import SelectionError, SettingError
+from secateur.errors import SettingError
+from secateur.files import jsonio
 from secateur.units import GROUP_WIDTH, HEAD, KV_GROUP, MLP, Unit, enumerate_units, n_selected
 
 
@@ -113,13 +114,13 @@ def test_at_least_one_unit_is_selected(ratio: float, candidates: int) -> None:
 
 @pytest.mark.parametrize("ratio", [0, 1, 1.5, math.nan, math.inf, -math.inf, -0.1])
 def test_a_ratio_that_is_not_strictly_between_0_and_1_is_refused(ratio: float) -> None:
-    with pytest.raises(SettingError, match=f"ratio is {ratio},"):
+    with pytest.raises(SettingError, match=rf"ratio\D* {ratio}\b"):
         n_selected(ratio, 144)
 
 
 @pytest.mark.parametrize(("ratio", "candidates"), [(0.99, 10), (0.1, 1), (0.1, 0)])
 def test_a_ratio_that_would_leave_no_candidate_is_refused(ratio: float, candidates: int) -> None:
-    with pytest.raises(SettingError, match=f"of {candidates} candidates"):
+    with pytest.raises(SettingError, match=rf"{ratio}.* {candidates}\b"):
         n_selected(ratio, candidates)
 
 
@@ -150,11 +151,11 @@ def test_a_unit_of_unknown_kind_or_negative_place_is_refused(fields: tuple[str, 
     "unit", [Unit(HEAD, 0, 0), Unit(HEAD, 11, 7), Unit(KV_GROUP, 3, 1), Unit(MLP, 2, 95), Unit(MLP, 2, 95, 16)]
 )
 def test_a_unit_comes_back_from_json_as_it_went(unit: Unit) -> None:
-    assert Unit.from_json(json.loads(json.dumps(unit.to_json()))) == unit
+    assert jsonio.decode(json.loads(json.dumps(unit.to_json())), Unit) == unit
 
 
 def test_an_mlp_unit_written_without_a_width_is_read_with_the_nominal_one() -> None:
-    assert Unit.from_json({"kind": "mlp", "layer": 1, "index": 2}) == Unit(MLP, 1, 2, GROUP_WIDTH)
+    assert jsonio.decode({"kind": "mlp", "layer": 1, "index": 2}, Unit) == Unit(MLP, 1, 2, GROUP_WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,6 @@ def test_an_mlp_unit_written_without_a_width_is_read_with_the_nominal_one() -> N
     ],
     ids=str,
 )
-def test_json_that_is_no_unit_is_a_selection_error(fields: Any) -> None:
-    with pytest.raises(SelectionError, match="is not a unit"):
-        Unit.from_json(fields)
+def test_json_that_is_no_unit_is_refused(fields: Any) -> None:
+    with pytest.raises(ValueError):
+        jsonio.decode(fields, Unit)

@@ -16,25 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import secateur as sc
-from secateur.surgery import layout_of
+from secateur.model.shrunk import layout_of
 from secateur.units import HEAD, KV_GROUP, MLP
-from tiny import FAMILIES_TINY, GROUP, REAL_DATA, randomised, tf, tiny_batch, tiny_tokenizer, without_network
+from tiny import FAMILIES_TINY, GROUP, REAL_DATA, needs_smollm2, randomised, tf, tiny_batch, tiny_tokenizer, without_network
 
-SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct"
 DEIT, LAMBADA = REAL_DATA / "deit-tiny", REAL_DATA / "lambada" / "lambada_test.jsonl"
-needs_smollm2 = pytest.mark.skipif(
-    not (SMOLLM2 / "config.json").exists(), reason=f"no model in {SMOLLM2}: `make test` puts it there"
-)
 needs_deit = pytest.mark.skipif(not (DEIT / "config.json").exists(), reason=f"no DeiT-Tiny in {DEIT.parent}")
 needs_lambada = pytest.mark.skipif(not LAMBADA.exists(), reason=f"no LAMBADA in {LAMBADA.parent}")
 
 UNEVEN = [sc.Unit(HEAD, 0, 0), sc.Unit(MLP, 1, 2, GROUP), sc.Unit(HEAD, 2, 0), sc.Unit(HEAD, 2, 1)]
 EVEN = [sc.Unit(KV_GROUP, layer, 0) for layer in range(3)]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> tuple[Any, Any]:
-    return sc.load(str(SMOLLM2), device="cpu")
 
 
 def tenth_of_heads(model: nn.Module) -> list[sc.Unit]:
@@ -101,6 +92,7 @@ def likelihood(model: Any, tokenizer: Any, prompt: str, text: str) -> list[float
     return [logits.log_softmax(-1)[range(len(after)), after].sum().item(), logits.argmax(-1).tolist() == after]
 
 
+@pytest.mark.slow
 def test_lm_eval_says_of_a_shrunk_model_what_is_found_by_hand_and_with_the_zeroed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +101,8 @@ def test_lm_eval_says_of_a_shrunk_model_what_is_found_by_hand_and_with_the_zeroe
     model = tiny_llama(tokenizer)
     sc.save_shrunk(sc.shrink(model, UNEVEN), tmp_path / "small", processor=tokenizer)
     small = sc.load_shrunk(tmp_path / "small", device="cpu")
-    assert [layer.get("kv_index") for layer in layout_of(small)["layers"]] == [[0, 1, 1], None, None]  # type: ignore[index]
+    layout = layout_of(small)
+    assert layout is not None and [layer.kv_index for layer in layout.layers] == [(0, 1, 1), None, None]
     tasks = tiny_tasks(tmp_path)
     found = evaluated(harness(small, tokenizer), tasks)
     by_hand = {
@@ -128,6 +121,7 @@ def test_lm_eval_says_of_a_shrunk_model_what_is_found_by_hand_and_with_the_zeroe
     assert found["config"]["model_num_parameters"] == sc.total_parameters(small) < sc.total_parameters(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("units", "trust"), [(UNEVEN, ",trust_remote_code=True"), (EVEN, "")], ids=["uneven", "uniform"])
 def test_lm_eval_takes_the_folder_of_a_shrunk_model(
     units: list[sc.Unit], trust: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +194,7 @@ assert "transformers" not in sys.modules and "secateur" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("llama", {"use_cache": False}), ("vit", {})], ids=["llama", "vit"])
 def test_an_exported_shrunk_model_takes_batches_of_any_size_and_runs_where_there_is_torch_alone(
     name: str, options: dict[str, Any], tmp_path: Path

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from timm.models.vision_transformer import VisionTransformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
-from secateur.losses import predict
+from secateur.model.losses import batch_loss, predict
+from secateur.model.zeroing import zeroed
+from secateur.units import Unit
 
 tf: Any = transformers  # its model classes are not typed
 
@@ -61,6 +63,12 @@ def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return predict(model, batch)[0]
 
 
+def loss_without(model: nn.Module, batch: dict[str, Tensor], units: Iterable[Unit]) -> float:
+    """The loss of one whole run of the model, these units zeroed."""
+    with torch.inference_mode(), zeroed(model, units):
+        return float(batch_loss(model, batch))
+
+
 def hook_count(model: nn.Module) -> int:
     """Every hook of every kind, in every module."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -68,8 +76,9 @@ def hook_count(model: nn.Module) -> int:
 
 
 def _text(model: Any, config: Any, **fields: Any) -> nn.Module:
+    shape = {"max_position_embeddings": 16, "num_hidden_layers": 3}
     tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return randomised(model(config(max_position_embeddings=16, num_hidden_layers=3, **fields, **tokens)))
+    return randomised(model(config(**(shape | fields), **tokens)))
 
 
 def _grouped(model: Any, config: Any, **fields: Any) -> nn.Module:
@@ -122,6 +131,15 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def deep_gpt2() -> nn.Module:
+    return _text(tf.GPT2LMHeadModel, tf.GPT2Config, num_hidden_layers=8, **_GPT2)
+
+
+def deep_llama(n_layers: int = 8) -> nn.Module:
+    """On a tiny batch a block gives 3 texts of 10 tokens and 16 channels, and as much enters its output projection."""
+    return _grouped(tf.LlamaForCausalLM, tf.LlamaConfig, num_hidden_layers=n_layers)
+
+
 def tiny_tokenizer(*, puts_bos: bool = False) -> Any:
     """Bytes and six merges: "the", " the" and " cat" are one token each, any other word a token for every letter.
 
@@ -152,3 +170,7 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Real weights and data for the slow tests, if there are any: deit-tiny/, deit-tiny-timm/, imagenette/, wikitext2/, lambada/.
 REAL_DATA = Path(os.environ.get("SECATEUR_DATA", Path(__file__).parents[2] / "shared" / "data"))
+SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct"
+needs_smollm2 = pytest.mark.skipif(
+    not (SMOLLM2 / "config.json").exists(), reason=f"no model in {SMOLLM2}: `make test` puts it there"
+)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dying_once import DEATH
+from grids import grid_command, lasting, n_lines, records_of, write_grid
+from secateur.errors import SettingError
+from secateur.experiment import workers
+from secateur.experiment.grid import GridResult, read_grid, run_grid
+from secateur.experiment.workers import Outcome, Part, Task, Where, WorkerLost, perform_in_pool
+from secateur.settings import Settings
+from secateur.watcher import GridProgress
+from worlds import World
+
+pytestmark = pytest.mark.usefixtures("fresh_workplace")
+
+
+class FakePool:
+    """Workers that die as they start, or never come, or answer at once."""
+
+    part = Part()
+
+    def __init__(self, *fates: str) -> None:
+        self.room = len(fates)
+        self.closed = False
+        self._fates = iter(fates)
+        self._n_answers = 0
+
+    def start(self) -> tuple[str, str]:
+        fate = next(self._fates, "dies")
+        return fate, self._answer_of(fate)
+
+    def give(self, worker: str, task: Task) -> str:
+        return self._answer_of(worker)
+
+    def first(self, awaited: Iterable[str]) -> str:
+        return next(answer for answer in awaited if not answer.startswith("never"))
+
+    def answer(self, worker: str, awaited: str) -> Outcome:
+        if worker == "dies":
+            raise WorkerLost("exit code 1")
+        return Outcome()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _answer_of(self, worker: str) -> str:
+        self._n_answers += 1
+        return f"{worker} {self._n_answers}"
+
+
+def small_task(name: str) -> Task:
+    return Task(grid="", task="text", settings=Settings(name), choice_key=name, runs=())
+
+
+def test_no_task_waits_for_a_worker_that_does_not_come() -> None:
+    pool = FakePool("never", "works")
+    done = [item for item, _ in perform_in_pool(["a", "b", "c"], small_task, pool)]
+    assert done == ["a", "b", "c"] and pool.closed
+
+
+def test_a_task_that_need_not_be_done_when_its_turn_comes_is_left_out() -> None:
+    pool = FakePool("works")
+    done = [item for item, _ in perform_in_pool(["a", "b", "c"], lambda n: None if n == "b" else small_task(n), pool)]
+    assert done == ["a", "c"] and pool.closed
+
+
+def test_workers_that_all_die_as_they_start_end_the_grid() -> None:
+    pool = FakePool("dies", "dies")
+    with pytest.raises(SettingError, match=r"start.*exit code 1"):
+        list(perform_in_pool(["a", "b", "c"], small_task, pool))
+    assert pool.closed
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_records_that_one_does(world: World, tmp_path: Path) -> None:
+    grid = read_grid(write_grid(world, tmp_path))
+    run_grid(grid, tmp_path / "here")
+    result = run_grid(grid, tmp_path / "there", where=Where(workers=2, threads=1))
+    assert result == GridResult(len(grid.runs), 0, 0)
+    assert lasting(tmp_path / "here") == lasting(tmp_path / "there")
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_of_a_task_is_replaced_and_its_runs_are_done(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    death = tmp_path / "death"
+    monkeypatch.setenv(DEATH, str(death))
+    monkeypatch.setattr(workers, "WORK", "dying_once")
+    grid = read_grid(write_grid(world, tmp_path))
+    result = run_grid(grid, tmp_path / "store", where=Where(workers=2, threads=1))
+    assert death.exists() and result == GridResult(len(grid.runs), 0, 0)
+    assert n_lines(tmp_path / "store") == len(grid.runs)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced_and_its_runs_are_done(world: World, tmp_path: Path) -> None:
+    grid = read_grid(write_grid(world, tmp_path))
+    others, killed = set(active_children()), []
+
+    def kill_the_only_one(progress: GridProgress) -> None:
+        if progress.done == 2:
+            (worker,) = set(active_children()) - others
+            worker.kill()
+            killed.append(worker)
+
+    result = run_grid(grid, tmp_path / "store", where=Where(workers=1, threads=1), progress=kill_the_only_one)
+    assert len(killed) == 1 and result == GridResult(len(grid.runs), 0, 0)
+    assert n_lines(tmp_path / "store") == len(grid.runs)
+
+
+@pytest.mark.slow
+def test_a_task_that_kills_every_worker_becomes_a_failed_record(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "WORK", "dying")
+    text = write_grid(world, tmp_path).read_text().split("[[table]]")[0] + '[[table]]\nnumber = "4"\nmethods = ["magnitude"]\n'
+    (tmp_path / "one.toml").write_text(text)
+    assert run_grid(read_grid(tmp_path / "one.toml"), tmp_path / "store", where=Where(workers=2)) == GridResult(0, 1, 0)
+    (record,) = records_of(tmp_path / "store")
+    assert f"{workers.TRIES} times" in record.reason and "exit code 7" in record.reason
+
+
+@pytest.mark.slow
+def test_a_grid_on_a_ray_cluster_survives_the_loss_of_a_worker_and_makes_the_same_records(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    path, store, death = write_grid(world, tmp_path), tmp_path / "store", tmp_path / "death"
+    command, environment = grid_command(path, store, "--ray", "local", "--json", work="dying_once")
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment | {DEATH: str(death)}, timeout=400)
+    grid = read_grid(path)
+    assert ran.returncode == 0, ran.stderr
+    assert death.exists(), "no worker was lost"
+    assert json.loads(ran.stdout) == {"done": len(grid.runs), "failed": 0, "left": 0, "problems": []}
+    run_grid(grid, tmp_path / "here")
+    assert lasting(store) == lasting(tmp_path / "here")
+
+
+@pytest.mark.slow
+def test_a_ray_address_where_nobody_answers_is_one_sentence(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    command, environment = grid_command(write_grid(world, tmp_path), tmp_path / "store", "--ray", "127.0.0.1:1")
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 2 and "127.0.0.1:1" in ran.stderr and "Ray" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "complaint"),
+    [({"workers": -1}, "workers.*-1"), ({"threads": -1}, "threads.*-1"), ({"workers": 2, "ray": "local"}, "--workers.*--ray")],
+)
+def test_places_that_cannot_be_are_refused(where: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingError, match=complaint):
+        Where(**where)

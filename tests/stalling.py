@@ -1,0 +1,17 @@
+"""Stands in for secateur.experiment.work: two tasks are done, and the third does not end."""
+
+import itertools
+import time
+
+from secateur.experiment import work
+from secateur.experiment.workers import Outcome, Part, Task
+
+TASKS = 2
+
+begun = itertools.count()
+
+
+def perform(task: Task, part: Part) -> Outcome:
+    if next(begun) == TASKS:
+        time.sleep(600)
+    return work.perform(task, part)
