@@ -1,10 +1,10 @@
-# make demo, make test and make install each do all the set-up they need, from a bare clone with Python 3.11 and make.
+# make demo, make test, make check and make install each do all the set-up they need, from a bare clone with Python 3.11 and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 MODEL := .cache/SmolLM2-135M-Instruct
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo test lint clean
+.PHONY: install demo check test lint clean
 
 install: .venv/.installed
 
@@ -12,8 +12,12 @@ demo: $(MODEL)/config.json
 	$(BIN)/secateur prune $(MODEL) --method ucb --target kv_group --ratio 0.05 --pulls-per-step 14 --batches-per-pull 1 \
 		--batch-size 2 --calibration builtin --calibration-size 128 --evaluation-batches 16 --repair -o demo-out
 
+# For daily work: the linters, and all tests but those marked slow.
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow" --quiet
+
 test: .venv/.installed-dev $(MODEL)/config.json
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --durations 20
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

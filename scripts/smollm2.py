@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    from secateur.models import mend_torchvision
+    from secateur.model.loading import mend_torchvision
 
     mend_torchvision()
     import torch
