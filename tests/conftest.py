@@ -17,7 +17,7 @@ import pytest
 # Before torch starts: some virtual machines show AMX but forbid it, and a bfloat16 product would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from secateur.model.loading import mend_torchvision  # noqa: E402
+from secateur.model.loading import mend_torchvision
 
 mend_torchvision()  # before any test module imports transformers or timm
 
