@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,11 @@ class Source:
         return {"name": self.name, "split": self.split, "files": list(self.files), "rows": list(self.rows)}
 
 
+def paired_damages(base_losses: Sequence[float], masked_losses: Sequence[float]) -> tuple[float, ...]:
+    """Masked minus base loss, batch by batch; their mean is the damage of Eq. 18."""
+    return tuple(masked - base for masked, base in zip(masked_losses, base_losses, strict=True))
+
+
 @dataclass(frozen=True)
 class Pull:
     """One paired candidate evaluation: base and masked loss on the same batches (Eq. 16-19)."""
@@ -58,7 +64,7 @@ class Pull:
     @property
     def damages(self) -> tuple[float, ...]:
         """The paired damage on each batch."""
-        return tuple(masked - base for masked, base in zip(self.masked_losses, self.base_losses, strict=True))
+        return paired_damages(self.base_losses, self.masked_losses)
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}

@@ -23,7 +23,7 @@ from secateur.model.zeroing import zeroed_in_parts
 from secateur.search.lanes import Lane, Lanes
 from secateur.search.prefixes import Prefixes
 from secateur.search.select import Asked, Measured
-from secateur.selection import Pull
+from secateur.selection import Pull, paired_damages
 from secateur.streams import BATCHES, stream
 from secateur.units import HEAD, MLP, Unit
 
@@ -108,7 +108,7 @@ class DamageMeter:
     def damage(self, unit: Unit) -> float:
         """The paired damage of a unit on freshly drawn batches (Eq. 18)."""
         base, masked, _ = next(self.measure([(unit, self.draw())]))
-        return sum(m - b for m, b in zip(masked, base, strict=True)) / len(base)
+        return sum(paired_damages(base, masked)) / len(base)
 
     def recall(self, pull: Pull) -> None:
         """Take over losses from a journal, as if they had been measured here."""

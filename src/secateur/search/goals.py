@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from secateur.errors import SettingError
@@ -71,17 +72,20 @@ class Share:
                 f"{self.share:.1%} were asked for; ask for more, or allow more kinds of units with --target."
             )
 
+    @cached_property
+    def _mean(self) -> float:
+        """The mean cost; kept, since every pull asks for a weight."""
+        return sum(self.costs.values()) / len(self.costs)
+
     def n_steps(self, selected: Sequence[Unit]) -> int:
         missing = self.left(selected) - self.share
-        mean = sum(self.costs.values()) / len(self.costs)
-        return len(selected) + (0 if missing <= 0 else max(1, math.ceil(missing / mean)) if mean > 0 else 1)
+        return len(selected) + (0 if missing <= 0 else max(1, math.ceil(missing / self._mean)) if self._mean > 0 else 1)
 
     def open(self, units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
         return list(units)
 
     def weight(self, unit: Unit) -> float:
-        mean = sum(self.costs.values()) / len(self.costs)
-        return max(self.costs[unit] / mean, 1e-3) if mean > 0 else 1.0
+        return max(self.costs[unit] / self._mean, 1e-3) if self._mean > 0 else 1.0
 
     def reached(self, selected: Sequence[Unit]) -> Reached:
         return Reached(self.what, self.share, self.left(selected))

@@ -228,9 +228,9 @@ class Greedy:
 class Halving:
     """Sequential halving: all arms on common batches, then the better half, and so on; the lowest believed damage wins.
 
-    What earlier steps measured of an arm counts `carry` times as much as what this step measures, since removing a unit
-    changes the others' damage a little. Where the budget does not reach for all arms, those begin of which nothing is known,
-    then the most promising.
+    A measurement of an earlier step counts `carry` times as much as one of this step, since every removed unit changes the
+    damage of the others a little. If the budget is too small for all arms, the step starts with the arms of which nothing is
+    known, then takes those of lowest believed damage.
     """
 
     carry: float = 0.5
@@ -244,8 +244,8 @@ class Halving:
 
     def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator) -> Conversation:
         stats, posterior = ArmStats(len(beliefs)), _Gaussian(beliefs, self.carry)
-        known = [math.inf if belief.count == 0 else -belief.mean for belief in beliefs]
-        order = sorted(rng.permutation(len(beliefs)).tolist(), key=lambda arm: -known[arm])
+        believed = [-math.inf if belief.count == 0 else belief.mean for belief in beliefs]  # an unknown arm may be the best
+        order = sorted(rng.permutation(len(beliefs)).tolist(), key=believed.__getitem__)
         # m arms, then m/2, then m/4 and so on take just under 2m pulls.
         survivors = order[: min(budget, max(2, (budget + 1) // 2))]
         while stats.pulls + len(survivors) <= budget:

@@ -17,7 +17,7 @@ from secateur.files import jsonio
 from secateur.files.journal import Journal
 from secateur.search.goals import Count, Goal
 from secateur.search.policies import ArmStats, Belief, Choice, Conversation, Heard, Policy, Request, check_search, reward
-from secateur.selection import Pull, Selection, Step
+from secateur.selection import Pull, Selection, Step, paired_damages
 from secateur.streams import POLICY, POOLS, stream
 from secateur.units import Unit, n_selected
 from secateur.watcher import Progress, Watcher
@@ -217,7 +217,7 @@ class _StepSearch:
         if not rest:
             return
         for (unit, batches), losses in zip(rest, self.meter.measure(rest), strict=True):
-            damages = [masked - base for masked, base in zip(losses.masked_losses, losses.base_losses, strict=True)]
+            damages = paired_damages(losses.base_losses, losses.masked_losses)
             damage = sum(damages) / len(damages)  # Eq. 18, over the pull's batches
             earned = reward(damage, self.temperature * self.goal.weight(unit))
             pull = Pull(self.step, unit, batches, losses.base_losses, losses.masked_losses, damage, earned, losses.forwards)
