@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from secateur.cut.checkpoint import check_cut, check_cut_place, check_shard_size
+from secateur.cut.checkpoint import check_cut, check_cut_place
 from secateur.cut.record import CutRecord
 from secateur.data.batches import Batches, check_apart
 from secateur.errors import OutputError, SettingError
@@ -46,7 +46,6 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     """
     watcher, folder = watcher or Watcher(), Path(out) if out is not None else None
     job = make_job(model, **settings)
-    check_shard_size(job.cutting.max_shard_size)
     cuts = folder is not None and job.settings.layout != NONE
     if folder:
         check_folder(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -293,6 +294,12 @@ class Cutting(_Checked):
     )
     measure: bool = _setting(True, CUTTING, "Measure dense against small at the end.")
     max_shard_size: str = _setting("5GB", CUTTING, "The largest file of weights.")
+
+    def check(self) -> None:
+        super().check()
+        size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", self.max_shard_size)
+        if not size or not float(size[1]):
+            raise SettingError(f"The max_shard_size is {self.max_shard_size!r}, but must be a size such as 500MB or 5GB.")
 
 
 @dataclass(frozen=True)

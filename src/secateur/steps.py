@@ -12,7 +12,6 @@ from torch import nn
 from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
-    check_shard_size,
     cut_key,
     keep_record,
     other_cut,
@@ -235,7 +234,6 @@ def cut(
     """
     watcher, cutting, folder = watcher or Watcher(), cutting or Cutting(), Path(out)
     cutting.check()
-    check_shard_size(cutting.max_shard_size)
     record, small = read_record(folder), None
     if record is None:
         record, small = write_cut(
@@ -289,7 +287,6 @@ def shrink_to(
         raise not_one_of("layout", layout, LAYOUTS)
     check_folder(out)
     check_cut_place(out)
-    check_shard_size(job.cutting.max_shard_size)
     opened, job = open_job(job, watcher)
     check_selection(opened, chosen)
     calibration = calibration_of(opened, job.settings, watcher)

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from secateur.cut.proof import prove
 from secateur.cut.record import FORMAT, RECORD, CutRecord, model_card, read_record
 from secateur.cut.repair import check_repairable, repair as repair_model
 from secateur.cut.surgery import shrink
-from secateur.errors import ModelError, OutputError, ProofError, SelectionError, SettingError, first_line
+from secateur.errors import ModelError, OutputError, ProofError, SelectionError, first_line
 from secateur.files import jsonio
 from secateur.model.accounting import total_parameters
 from secateur.model.families import family_of, task_of
@@ -60,7 +59,7 @@ def save_shrunk(
     """
     place = Path(folder)
     refuse_model(place)
-    check_shard_size(max_shard_size)
+    Cutting(max_shard_size=max_shard_size).check()
     if dtype is not None and next(small.parameters()).dtype != dtype:
         small = copy.deepcopy(small).to(dtype)
     with _staging_folder(place) as staging:
@@ -198,13 +197,6 @@ def refuse_model(folder: Path) -> None:
 
 def _not_overwritten(path: Path) -> OutputError:
     return OutputError(f"{path} is there already and is not overwritten; choose another place with -o, or move it away.")
-
-
-def check_shard_size(size: str) -> None:
-    """Refuse a size that is not a positive number with its unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", size)
-    if not match or not float(match[1]):
-        raise SettingError(f"The max_shard_size is {size!r}, but must be a size such as 500MB or 5GB.")
 
 
 @contextlib.contextmanager
