@@ -16,7 +16,10 @@ This page is written by `python scripts/settings_page.py` from `src/secateur/set
 
 A setting has one name everywhere: `--pulls-per-step` on the command line is `pulls_per_step` in a grid file and a keyword of
 `secateur.prune`. Those marked "grid" may stand under `[settings]` of a grid; target, ratios, methods, seeds and data have
-keys of their own there. The old names `--target-params`, `--target-flops` and `--target-latency` still work, with a note.
+keys of their own there. Two differ: `cache_memory` is in GiB on the command line and in bytes in Python, and `repair` is a form
+(`least squares`, `bias`, `auto`) in Python and the two options `--repair` and `--repair-form` on the command line.
+
+The old names `--target-params`, `--target-flops` and `--target-latency` still work, with a note.
 """
 METHODS_HEAD = """
 ## Methods
