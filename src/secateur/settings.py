@@ -46,7 +46,7 @@ def _setting(default: Any, section: str, help: str | Callable[[], str], **more: 
     Besides the help line `more` can say: `least` (the smallest value), `share` (it lies between 0 and 1), `choices`, `by_task`
     (its defaults for texts and for images), `unset` (what files and flags say for None), `recorded` (its name in files),
     `flag` (its name on the command line and in grids, where that differs), `words` (its name in sentences), `hidden` (it has
-    no option of its own).
+    no option of its own), `added` (files leave it out at its default, so that those written before it was added stay the same).
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
 
@@ -75,6 +75,7 @@ class _Checked:
         """The settings as files hold them."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         values = {field: getattr(self, field.name) for field in fields}
+        values = {field: value for field, value in values.items() if not (field.metadata.get("added") and value == field.default)}
         return {
             field.metadata.get("recorded", field.name): field.metadata.get("unset") if value is None else value
             for field, value in values.items()
