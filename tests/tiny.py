@@ -20,8 +20,10 @@ from timm.models.vision_transformer import VisionTransformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
-from secateur.model.losses import batch_loss, predict
+from secateur.model.families import task_of
+from secateur.model.losses import batch_loss, predictions, reference_of
 from secateur.model.zeroing import zeroed
+from secateur.tasks import TASKS
 from secateur.units import Unit
 
 tf: Any = transformers  # its model classes are not typed
@@ -42,16 +44,27 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def tiny_batch(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """A batch in the form of losses.py: 3 texts of 10 tokens, the first 2 labels of one left out, or 3 images."""
+    """A batch in the form of losses.py: 3 texts of 10 tokens, the first 2 labels of one left out, or 3 images.
+
+    An encoder's third text has 3 tokens of padding. A model without a head has its own outputs as the reference.
+    """
     rng = torch.Generator().manual_seed(seed)
-    config = getattr(model, "config", None)
-    if hasattr(config, "vocab_size"):
-        input_ids = torch.randint(3, VOCABULARY, (3, 10), generator=rng)
-        labels = input_ids.clone()
-        labels[1, :2] = -100
+    task = task_of(model)
+    images = torch.randn(3, 3, IMAGE, IMAGE, generator=rng) if TASKS[task].inputs == "image" else None
+    classes = torch.randint(0, CLASSES, (3,), generator=rng) if task in ("image", "text classes") else None
+    input_ids = torch.randint(3, VOCABULARY, (3, 10), generator=rng)
+    labels = input_ids.clone()
+    labels[1, :2] = -100
+    if task == "text":
         return {"input_ids": input_ids, "labels": labels}
-    images = torch.randn(3, 3, IMAGE, IMAGE, generator=rng)
-    return {"pixel_values": images, "labels": torch.randint(0, CLASSES, (3,), generator=rng)}
+    mask = torch.ones_like(input_ids)
+    mask[2, 7:] = 0
+    batch = {"input_ids": input_ids, "attention_mask": mask} if images is None else {"pixel_values": images}
+    if TASKS[task].embeds:
+        with torch.no_grad():
+            return batch | {"reference": reference_of(model, batch)}
+    hidden = torch.rand(input_ids.shape, generator=rng) < 0.4
+    return batch | {"labels": input_ids.masked_fill(~hidden | (mask == 0), -100) if classes is None else classes}
 
 
 def tiny_batches(model: nn.Module, n: int) -> list[dict[str, Tensor]]:
@@ -60,7 +73,7 @@ def tiny_batches(model: nn.Module, n: int) -> list[dict[str, Tensor]]:
 
 def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        return predict(model, batch)[0]
+        return predictions(model, batch)
 
 
 def loss_without(model: nn.Module, batch: dict[str, Tensor], units: Iterable[Unit]) -> float:
@@ -87,6 +100,16 @@ def _grouped(model: Any, config: Any, **fields: Any) -> nn.Module:
     return _text(model, config, **(shape | fields))
 
 
+def _encoder(model: Any, config: Any, **fields: Any) -> nn.Module:
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return randomised(model(config(max_position_embeddings=19, cls_token_id=0, sep_token_id=1, **tokens, **fields)))
+
+
+def _tower(model: Any, config: Any, **fields: Any) -> nn.Module:
+    shape = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 3}
+    return randomised(model(config(image_size=IMAGE, patch_size=8, **shape, **fields)))
+
+
 def _image(model: Any, config: Any, **fields: Any) -> nn.Module:
     return randomised(model(config(image_size=IMAGE, num_labels=CLASSES, **fields)))
 
@@ -102,6 +125,7 @@ _WIDE_HEADS: dict[str, Any] = {"hidden_size": 12, "head_dim": 8}  # the heads to
 _GEMMA2: dict[str, Any] = _WIDE_HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 8}
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _VIT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 14, "num_hidden_layers": 3}
+_BERT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 14, "num_hidden_layers": 3}
 _TIMM_VIT: dict[str, Any] = {"embed_dim": 12, "num_heads": 3, "mlp_ratio": 1.25, "depth": 3, "patch_size": 8}
 _SWIN: dict[str, Any] = {"embed_dim": 12, "depths": (2, 2), "num_heads": (3, 6), "mlp_ratio": 1.25}
 _WINDOWS: dict[str, Any] = {"patch_size": 2, "window_size": 2}  # 8 x 8 patches, so that odd blocks shift their windows
@@ -125,6 +149,18 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
     "deit": lambda: _image(tf.DeiTForImageClassification, tf.DeiTConfig, patch_size=8, **_VIT),
     "deit distilled": lambda: _image(tf.DeiTForImageClassificationWithTeacher, tf.DeiTConfig, patch_size=8, **_VIT),
     "swin": lambda: _image(tf.SwinForImageClassification, tf.SwinConfig, **_SWIN, **_WINDOWS),
+    "dinov2": lambda: _tower(tf.Dinov2Model, tf.Dinov2Config, mlp_ratio=1),
+    "clip_vision_model": lambda: _tower(tf.CLIPVisionModel, tf.CLIPVisionConfig, intermediate_size=14),
+    "siglip_vision_model": lambda: _tower(tf.SiglipVisionModel, tf.SiglipVisionConfig, intermediate_size=14),
+    "bert": lambda: _encoder(tf.BertForMaskedLM, tf.BertConfig, **_BERT),
+    "bert classes": lambda: _encoder(tf.BertForSequenceClassification, tf.BertConfig, num_labels=CLASSES, **_BERT),
+    "bert embeddings": lambda: _encoder(tf.BertModel, tf.BertConfig, **_BERT),
+    "roberta": lambda: _encoder(tf.RobertaForMaskedLM, tf.RobertaConfig, **_BERT),
+    "xlm-roberta": lambda: _encoder(tf.XLMRobertaModel, tf.XLMRobertaConfig, **_BERT),
+    "distilbert": lambda: _encoder(tf.DistilBertForMaskedLM, tf.DistilBertConfig, dim=12, n_heads=3, hidden_dim=14, n_layers=3),
+    "modernbert": lambda: _encoder(
+        tf.ModernBertForMaskedLM, tf.ModernBertConfig, local_attention=4, global_attn_every_n_layers=2, **_BERT
+    ),
     "timm vit": lambda: _timm(VisionTransformer, **_TIMM_VIT),
     "timm deit distilled": lambda: _timm(VisionTransformerDistilled, **_TIMM_VIT),
     "timm swin": lambda: _timm(SwinTransformer, **_SWIN, **_WINDOWS),

@@ -23,6 +23,8 @@ class Evaluation:
     last_word_accuracy: float | None = None
     top1: float | None = None
     top5: float | None = None
+    agreement: float | None = None  # without labels: the share of rows with the dense model's best class
+    cosine: float | None = None  # of embeddings: the mean to the dense model's
 
     @property
     def nonfinite_batches(self) -> int:
@@ -40,7 +42,7 @@ def changes(dense: Evaluation, zeroed: Evaluation) -> dict[str, float]:
     differences = {"delta_loss": zeroed.loss - dense.loss}
     if dense.perplexity is not None and zeroed.perplexity is not None:
         differences["ppl_change_percent"] = 100 * (zeroed.perplexity / dense.perplexity - 1)
-    for name in ("top1", "top5", "last_word_accuracy"):
+    for name in ("top1", "top5", "last_word_accuracy", "agreement", "cosine"):
         if getattr(dense, name) is not None:
             differences[f"delta_{name}"] = getattr(zeroed, name) - getattr(dense, name)
     return differences

@@ -109,7 +109,7 @@ def _chosen_and_judged(
     if done:
         return selection, done
     replayed = min(journal.n_replayed, selection.pulls) if journal else 0
-    judgement = judge_apart(opened.model, selection, evaluation, candidates=len(units), watcher=watcher)
+    judgement = judge_apart(opened.model, selection, evaluation, candidates=len(units), loss=opened.loss, watcher=watcher)
     record = PruneRecord(made_with, judged_on, judgement, seconds, replayed)
     if folder:
         jsonio.write(folder / "evaluation.json", record.to_json())

@@ -23,6 +23,7 @@ from secateur.files import jsonio
 from secateur.methods import METHODS, Method, method, scoring
 from secateur.search.policies import UCB, check_search
 from secateur.streams import POOLS, stream
+from secateur.tasks import TASKS, TEXT
 from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
@@ -32,6 +33,7 @@ FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing,
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
+LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
 REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
 DTYPES = ("float32", "bfloat16", "float16")
 DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
@@ -65,8 +67,8 @@ class _Checked:
             _check(field, getattr(self, field.name))
 
     def for_task(self: T, task: str) -> T:
-        """The same settings with the defaults of a task, "text" or "image", in place of None."""
-        which = 0 if task == "text" else 1
+        """The same settings with the defaults of a task of TASKS in place of None: those for texts or those for images."""
+        which = 0 if TASKS[task].inputs == TEXT else 1
         fields = [field for field in dataclasses.fields(self) if "by_task" in field.metadata]  # type: ignore[arg-type]
         left = {field.name: field.metadata["by_task"][which] for field in fields if getattr(self, field.name) is None}
         return replace(self, **left)  # type: ignore[type-var]
@@ -75,7 +77,9 @@ class _Checked:
         """The settings as files hold them."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         values = {field: getattr(self, field.name) for field in fields}
-        values = {field: value for field, value in values.items() if not (field.metadata.get("added") and value == field.default)}
+        values = {
+            field: value for field, value in values.items() if not (field.metadata.get("added") and value == field.default)
+        }
         return {
             field.metadata.get("recorded", field.name): field.metadata.get("unset") if value is None else value
             for field, value in values.items()
@@ -167,6 +171,13 @@ class Settings(_Checked):
     batch_size: int | None = _setting(
         None, DATA, "Texts or images in a batch. [default: 4 texts, 8 images]", least=1, by_task=(4, 8)
     )
+    loss: str | None = _setting(
+        None,
+        DATA,
+        "What is measured: labels (what the data say is right), distance (from the dense model's own outputs, without labels), "
+        "or a function of your own, module:function or file.py:function. [default: labels if there are any]",
+        added=True,
+    )
     layout: str = _setting(
         FREE,
         CHOOSING,
@@ -235,6 +246,11 @@ class Settings(_Checked):
         check_search(pulls_per_step=self.pulls_per_step, temperature=self.temperature)
         UCB(self.ucb_c)
         stream(self.seed, POOLS)
+        if self.loss and self.loss not in (LABELS, DISTANCE) and not re.fullmatch(r".+:[A-Za-z_]\w*", self.loss):
+            raise SettingError(
+                f"The loss is {self.loss!r}, but must be {LABELS}, {DISTANCE}, or a function written module:function or "
+                "file.py:function."
+            )
         if len(self._goals()) > 1:
             raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
 

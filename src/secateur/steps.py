@@ -33,6 +33,7 @@ from secateur.measure.speed import Measurement, check_measure, measure
 from secateur.model.accounting import zeroed_percent
 from secateur.model.families import candidate_units, task_of
 from secateur.model.loading import Opened, load_model, open_model
+from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
 from secateur.selection import Reached, Selection
@@ -46,10 +47,12 @@ NEW_TOKENS = 16  # decoded for the measurement
 def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
     """The job's model, and the job with the defaults of its task."""
     settings = job.settings
+    loss = own_loss(settings.loss)
     watcher.stage(f"loading {settings.model}")
     opened = open_model(
         settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=job.machine.trust_remote_code
     )
+    opened = replace(opened, loss=loss)
     return opened, job.for_task(task_of(opened.model))
 
 
@@ -199,11 +202,11 @@ def evaluate_on(
     watcher.stage("reading data")
     batches = evaluation_of(opened, job)
     if chosen:
-        judgement = judge(opened.model, chosen, batches, watcher=watcher)
+        judgement = judge(opened.model, chosen, batches, loss=opened.loss, watcher=watcher)
         evaluated = Evaluated(**about, dense=judgement.dense, judgement=judgement)
     else:
         watcher.stage("evaluating the dense model")
-        evaluated = Evaluated(**about, dense=evaluate(opened.model, batches, watcher.evaluated))
+        evaluated = Evaluated(**about, dense=evaluate(opened.model, batches, watcher.evaluated, loss=opened.loss))
     if out:
         jsonio.write(out, evaluated.to_json())
     return evaluated
@@ -246,7 +249,9 @@ def cut(
     if evaluation is not None and not record.shrunk:
         watcher.stage("evaluating the checkpoint")
         small = small or load_model(str(folder), device=opened.device, dtype=opened.dtype)
-        record = replace(record, shrunk=evaluate(small, evaluation, watcher.evaluated), data=evaluation.source.name)
+        record = replace(
+            record, shrunk=evaluate(small, evaluation, watcher.evaluated, loss=opened.loss), data=evaluation.source.name
+        )
         if judgement:
             record = replace(record, dense=judgement.dense, zeroed=judgement.zeroed)
     if cutting.measure and not record.measurement:

@@ -26,7 +26,7 @@ from secateur.errors import ModelError, OutputError, ProofError, SelectionError,
 from secateur.files import jsonio
 from secateur.model.accounting import total_parameters
 from secateur.model.families import family_of, task_of
-from secateur.model.loading import Opened, load_model, stored_dtype, timm_arguments, versions
+from secateur.model.loading import Opened, load_model, sentence_modules, stored_dtype, timm_arguments, versions
 from secateur.model.losses import Batch
 from secateur.model.shrunk import layout_of
 from secateur.selection import Selection
@@ -46,13 +46,15 @@ def save_shrunk(
     card: str | None = None,
     dtype: torch.dtype | None = None,
     model_args: Mapping[str, Any] | None = None,
+    sentence_folder: str | Path | None = None,
     max_shard_size: str = "5GB",
 ) -> nn.Module:
     """Write a model to a folder that `load_shrunk` reads, and stock loaders too if its layers are alike.
 
     The `processor` (tokenizer or image processor), the `record` (secateur.json) and the `card` (README.md) are written as well.
     The weights are written in `dtype`, by default the model's own. `model_args` are the arguments that timm created the dense
-    model with. Other files in the folder stay; a folder that already holds a model is an error. Returns the model as it was
+    model with; `sentence_folder` is the dense model's folder, if sentence-transformers reads it: its other modules are copied.
+    Other files in the folder stay; a folder that already holds a model is an error. Returns the model as it was
     read back, on the CPU.
 
     >>> save_shrunk(small, "small/", processor=tokenizer)
@@ -71,6 +73,8 @@ def save_shrunk(
                 _save_timm(small, staging, dict(model_args or {}))
             if processor is not None and hasattr(processor, "save_pretrained"):
                 processor.save_pretrained(staging)
+            if sentence_folder is not None:
+                _copy_sentence_modules(Path(sentence_folder), staging)
         (staging / RECORD).write_text(jsonio.dumps({"format": FORMAT, **(record or {})}, indent=1) + "\n", encoding="utf-8")
         (staging / CARD).write_text(card or f"# {place.name}\n\nA model pruned with Secateur.\n", encoding="utf-8")
         reloaded = _read_back(small, staging)
@@ -119,7 +123,9 @@ def write_cut(
     repaired = None
     if cutting.repair:
         watcher.stage("repairing")
-        repaired = repair_model(model, units, small, calibration, form=cutting.repair, progress=watcher.evaluated)
+        repaired = repair_model(
+            model, units, small, calibration, form=cutting.repair, loss=opened.loss, progress=watcher.evaluated
+        )
     fields = selection.to_json()
     record = CutRecord(
         key=cut_key(opened, selection, layout, cutting),
@@ -148,6 +154,7 @@ def write_cut(
         card=model_card(record),
         dtype=_dtype_to_write(model, stored_dtype(opened.name, trust_remote_code=opened.trust_remote_code)),
         model_args=timm_arguments(opened.name),
+        sentence_folder=opened.name if sentence_modules(opened.name) else None,
         max_shard_size=cutting.max_shard_size,
     )
     return record, reloaded
@@ -223,8 +230,9 @@ def _staging_folder(place: Path) -> Iterator[Path]:
             for path in files:
                 if (place / path.name).exists():
                     raise _not_overwritten(place / path.name)
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+                for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
+                    with open(written, "rb") as file:
+                        os.fsync(file.fileno())
             for path in files:
                 moved.append(place / path.name)
                 os.replace(path, place / path.name)
@@ -232,7 +240,10 @@ def _staging_folder(place: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
     except BaseException as error:
         for path in moved:
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):
             cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
             raise jsonio.cannot_write(place, cause) from error
@@ -279,6 +290,25 @@ def _save_timm(small: Any, folder: Path, model_args: dict[str, Any]) -> None:
         path = folder / "config.json"
         fields = json.loads(path.read_text(encoding="utf-8")) | {"secateur": layout.to_json()}
         path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def _copy_sentence_modules(source: Path, folder: Path) -> None:
+    """Copy what makes a folder one of sentence-transformers: the list of modules, their settings, and modules with weights."""
+    modules = sentence_modules(str(source))
+    if not modules:
+        return
+    listed = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+    for fields, (kind, path) in zip(listed, modules, strict=True):
+        if kind == "Transformer":
+            fields["path"] = ""  # the smaller model lies in the folder itself
+            settings = [source / path / "sentence_bert_config.json", source / "config_sentence_transformers.json"]
+            for file in (file for file in settings if file.is_file()):
+                shutil.copyfile(file, folder / file.name)
+        elif path and (source / path).is_dir():
+            (folder / path).mkdir(parents=True)
+            for file in (file for file in (source / path).iterdir() if file.suffix in (".json", ".safetensors")):
+                shutil.copyfile(file, folder / path / file.name)
+    (folder / "modules.json").write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_back(small: nn.Module, folder: Path) -> nn.Module:

@@ -160,7 +160,7 @@ class FlopShares:
             channels = layer.mlp_width - len(kept.channels)
             projected = 2 * rows * layer.width * layer.head_dim * (2 * heads + 2 * kv_heads)  # query and output, key and value
             attended = 2 * rows * length * layer.head_dim * 2 * heads
-            saved += projected + attended + 2 * mlp_rows * layer.width * channels * (len(layer.mlp_in) + 1)
+            saved += projected + attended + 2 * mlp_rows * layer.width * channels * (2 + layer.gated)
         return saved / self._total
 
 

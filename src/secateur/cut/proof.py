@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.errors import ProofError, SettingError, first_line
 from secateur.model.families import task_of
-from secateur.model.losses import Batch, device_of, evaluating, predict
+from secateur.model.losses import Batch, device_of, evaluating, predictions
 from secateur.model.zeroing import zeroed
 from secateur.units import Unit
 
@@ -66,9 +66,9 @@ def prove(
     with torch.inference_mode(), evaluating(model), evaluating(small):
         for i, batch in enumerate(batches):
             with zeroed(model, units):
-                expected = predict(model, batch)[0].float()
+                expected = predictions(model, batch).float()
             with _run_errors():
-                actual = predict(small, batch)[0].float()
+                actual = predictions(small, batch).float()
             scale = _larger(scale, float(expected.abs().max()))
             difference = _larger(difference, _difference(expected, actual))
             if progress:

@@ -10,13 +10,13 @@ from typing import Any
 
 from secateur.cut.proof import Proof
 from secateur.cut.repair import Repair
-from secateur.cut.surgery import AUTO_CLASSES
 from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.judgement import Evaluation
 from secateur.measure.speed import Measurement, Median
 from secateur.selection import Reached
 from secateur.settings import UNIFORM, Provenance
+from secateur.tasks import TASKS
 from secateur.units import KINDS, Unit
 
 RECORD = "secateur.json"
@@ -27,7 +27,15 @@ FIGURES = {
     "last_word_accuracy": "last-word accuracy",
     "top1": "top-1",
     "top5": "top-5",
+    "agreement": "agreement",
+    "cosine": "cosine",
     "nonfinite_batches": "non-finite batches",
+}
+WORKLOADS = {
+    "prefill": "ms for a prompt",
+    "decode": "ms for a token",
+    "encode": "ms for texts",
+    "forward": "images a second",
 }
 
 
@@ -104,7 +112,7 @@ def model_card(record: CutRecord) -> str:
     """The text of README.md: what was removed, how it was chosen, what that cost and won, and how to load the model."""
     name = _plain(record.model)
     timm = record.family.startswith("timm/")
-    task = "text-generation" if record.task == "text" else "image-classification"
+    task = TASKS[record.task].pipeline
     library, base = "timm" if timm else "transformers", json.dumps(record.model, ensure_ascii=False)
     parts = [
         f"---\nbase_model: {base}\nlibrary_name: {library}\npipeline_tag: {task}\ntags:\n- pruned\n- secateur\n---",
@@ -175,7 +183,7 @@ def measurement_table(measurement: Measurement) -> tuple[list[str], list[list[st
             ratio = _ratio(dense_bytes, small_bytes)
             rows.append([title, f"{dense_bytes / 1e6:,.1f}", f"{small_bytes / 1e6:,.1f}", ratio, ""])
     for timing in measurement.timings:
-        title = {"prefill": "ms for a prompt", "decode": "ms for a token", "forward": "images a second"}[timing.name]
+        title = WORKLOADS[timing.name]
         sides = [_interval(median, ".1f") for median in (timing.dense_median, timing.small_median)]
         if timing.name == "forward":
             sides = [f"{speed:.1f}" for speed in (timing.dense_images_per_second, timing.small_images_per_second)]
@@ -216,7 +224,7 @@ def _costs(record: CutRecord) -> str:
 
 def _loading(record: CutRecord, *, timm: bool) -> str:
     """The Python code that loads the model."""
-    auto = AUTO_CLASSES[record.task]
+    auto = TASKS[record.task].auto_class
     if record.layout == UNIFORM:
         if timm:
             return 'import timm\n\nmodel = timm.create_model("local-dir:FOLDER", pretrained=True)'

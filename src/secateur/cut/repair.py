@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from secateur.cut.surgery import kept_of
 from secateur.errors import SelectionError, SettingError, not_one_of
 from secateur.model.families import anatomy, input_dim, weight_of
-from secateur.model.losses import IGNORED, Batch, batch_loss, evaluating, row_losses
+from secateur.model.losses import Batch, Loss, batch_losses, evaluating, outputs, real_positions
 from secateur.settings import AUTO, BIAS, LEAST_SQUARES, NONE, REPAIRS
 from secateur.units import Unit
 
@@ -77,6 +77,7 @@ def repair(
     damping: float = DAMPING,
     held_out: float = 0.25,
     memory: int = MEMORY,
+    loss: Loss | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Repair:
     """Change the output projections of `small`, which is `shrink(model, units)`, to make up for the channels they lost.
@@ -108,7 +109,7 @@ def repair(
                 solutions[LEAST_SQUARES].append(_least_squares(projection, moments, damping))
             if BIAS in forms and projection.bias is not None:
                 solutions[BIAS].append(_bias_only(projection, moments))
-    chosen, losses, declined = _judge(small, solutions, judging, report_progress)
+    chosen, losses, declined = _judge(small, solutions, judging, loss, report_progress)
     if form == AUTO and not biased:
         declined[BIAS] = "the output projections have none"
     return Repair(chosen, losses, declined, len(solutions.get(chosen, ())), len(fitting), n_held)
@@ -118,13 +119,14 @@ def _judge(
     small: nn.Module,
     solutions: Mapping[str, list[Solution]],
     batches: Sequence[Batch],
+    loss: Loss | None,
     report_progress: Callable[[int], None],
 ) -> tuple[str, dict[str, float], dict[str, str]]:
     """Write the form with the lowest loss into `small`, or leave it unrepaired if no form lowers its loss.
 
     Returns the chosen form, the losses by form, and why each other form was declined.
     """
-    chosen, losses, declined = NONE, {NONE: _loss(small, batches, report_progress)}, {}
+    chosen, losses, declined = NONE, {NONE: _loss(small, batches, loss, report_progress)}, {}
     modules = {solution.projection for of_form in solutions.values() for solution in of_form}
     unrepaired = [Solution(module, [value.detach().clone() for value in _parameters(module)]) for module in modules]
     try:
@@ -134,14 +136,14 @@ def _judge(
                 report_progress(len(batches))
                 continue
             _write(of_form)
-            losses[form] = _loss(small, batches, report_progress)
+            losses[form] = _loss(small, batches, loss, report_progress)
             _write(unrepaired)
         chosen = min((form for form in losses if math.isfinite(losses[form])), key=losses.__getitem__, default=NONE)
     finally:
         _write(unrepaired if chosen == NONE else solutions[chosen])
-    for form, loss in losses.items():
+    for form, judged in losses.items():
         if form not in (NONE, chosen):
-            declined[form] = f"the held-out loss would be {loss:.4f}, without it {losses[NONE]:.4f}"
+            declined[form] = f"the held-out loss would be {judged:.4f}, without it {losses[NONE]:.4f}"
     return chosen, losses, declined
 
 
@@ -235,8 +237,8 @@ def _moments(
     try:
         with torch.inference_mode(), evaluating(model):
             for batch in batches:
-                real = (batch["labels"] != IGNORED).flatten() if "input_ids" in batch else None
-                batch_loss(model, batch)
+                real = real_positions(batch)
+                outputs(model, batch)
                 report_progress(1)
     finally:
         for handle in handles:
@@ -327,13 +329,13 @@ def _write(solutions: Sequence[Solution]) -> None:
                 parameter.copy_(values)
 
 
-def _loss(model: nn.Module, batches: Sequence[Batch], report_progress: Callable[[int], None]) -> float:
-    """The mean loss over all predicted tokens, or images; nan if there are none."""
+def _loss(model: nn.Module, batches: Sequence[Batch], loss: Loss | None, report_progress: Callable[[int], None]) -> float:
+    """The mean loss over all predicted tokens, texts or images; nan if there are none."""
     total, rows = 0.0, 0
     with torch.inference_mode(), evaluating(model):
         for batch in batches:
-            losses, labels, _ = row_losses(model, batch)
-            total, rows = total + float(losses.sum()), rows + int((labels != IGNORED).sum())
+            summed, n = batch_losses(model, batch, loss)
+            total, rows = total + summed, rows + n
             report_progress(1)
     return total / rows if rows else math.nan
 

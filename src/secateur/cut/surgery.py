@@ -20,16 +20,17 @@ from secateur.model.families import (
     Family,
     Layer,
     anatomy,
+    classes_of,
     family_of,
     input_dim,
     layer_of,
+    task_of,
     weight_of,
 )
 from secateur.model.shrunk import LayerLayout, Layout, bias_tables, describe, fit, layout_of
 from secateur.settings import FREE, LAYOUTS, UNIFORM
+from secateur.tasks import TASKS
 from secateur.units import MLP, Unit
-
-AUTO_CLASSES = {"text": "AutoModelForCausalLM", "image": "AutoModelForImageClassification"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def shrink(model: nn.Module, units: Iterable[Unit], layout: str = FREE) -> nn.Mo
     counts = _layout(family, layers, kept)
     fit(small, counts)
     if isinstance(settings, str):
-        describe(small, counts, AUTO_CLASSES[family.task], _config_words(family))
+        describe(small, counts, _auto_classes(small), _config_words(family))
     else:
         _change_settings(small, settings)
     return small
@@ -136,7 +137,8 @@ def _block_cuts(layer: Layer, kept: Kept) -> list[Cut]:
         assert layer.packing == PER_HEAD
         rows = [[3 * d * i + c for i in kept.heads for c in range(3 * d)]]
     cuts: list[Cut] = []
-    for module, indices in (*zip(layer.qkv, rows, strict=True), *((module, kept.channels) for module in layer.mlp_in)):
+    channels = [half * layer.mlp_width + c for half in range(1 + layer.mlp_packed) for c in kept.channels]
+    for module, indices in (*zip(layer.qkv, rows, strict=True), *((module, channels) for module in layer.mlp_in)):
         cuts.append((weight_of(module), 1 - input_dim(module), indices))
         if isinstance(module.bias, Tensor):
             cuts.append((module.bias, 0, indices))
@@ -161,9 +163,17 @@ def _layout(family: Family, layers: Sequence[Layer], kept: Sequence[Kept]) -> La
     return Layout(family.attention, family.qkv, family.out, family.mlp_in, family.mlp_out, counts)
 
 
+def _auto_classes(model: nn.Module) -> dict[str, str]:
+    """The Auto classes that can load the model, each with the class it loads: the model's own, or one with another head."""
+    if not hasattr(model, "config"):
+        return {}  # a timm model
+    classes = classes_of(family_of(model))
+    return classes | {TASKS[task_of(model)].auto_class: type(model).__name__.removeprefix("Shrunk")}
+
+
 def _config_words(family: Family) -> dict[str, str]:
     """The names that a family's config has for the counts of a layer."""
-    words = {"heads": "num_attention_heads"}
+    words = {"heads": family.heads_setting}
     if family.head_dim_setting:
         words["head_dim"] = "head_dim"
     if family.mlp_setting != "mlp_ratio":

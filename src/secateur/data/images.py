@@ -28,7 +28,7 @@ def image_batches(
     folder: str,
     preprocess: Callable[[list[Any]], Tensor],
     *,
-    classes: Sequence[str],
+    classes: Sequence[str] | None,
     split: str = "train",
     limit: int | None = None,
     batch_size: int = 8,
@@ -37,12 +37,13 @@ def image_batches(
 ) -> Batches:
     """At most `limit` images, drawn by seed from a folder of class folders, or from its `split` if it has splits.
 
-    Class folders are named by the model's class names (`classes`, in the order of its outputs) or by WordNet ids. Every image
-    is read once before the batches are returned. `keep` holds the preprocessed images in memory, for batches used many times.
+    Without `classes` the batches have no labels, and the images may lie anywhere in the folder. Class folders are named by the
+    model's class names (`classes`, in the order of its outputs) or by WordNet ids. Every image is read once before the batches
+    are returned. `keep` holds the preprocessed images in memory, for batches used many times.
     """
     check_counts(limit, batch_size)
     root = _image_split(Path(folder), split)
-    labelled = _labelled_files(root, classes)
+    labelled = [(path, None) for path in _image_files(root)] if classes is None else _labelled_files(root, classes)
     order = stream(seed, DATA).permutation(len(labelled))[:limit]
     chosen = [labelled[i] for i in order]
     rows = tuple(_digest_image(path) for path, _ in chosen)
@@ -52,7 +53,7 @@ def image_batches(
 
 @dataclass(frozen=True)
 class _ImageItems(Sequence[Batch]):
-    groups: list[list[tuple[Path, int]]]
+    groups: list[list[tuple[Path, int | None]]]
     preprocess: Callable[[list[Any]], Tensor]
     keep: bool
     kept: dict[int, Batch] = field(default_factory=dict)
@@ -70,10 +71,9 @@ class _ImageItems(Sequence[Batch]):
         if index in self.kept:
             return self.kept[index]
         group = self.groups[index]
-        batch = {
-            "pixel_values": self.preprocess([_open_image(path) for path, _ in group]),
-            "labels": torch.tensor([label for _, label in group]),
-        }
+        batch = {"pixel_values": self.preprocess([_open_image(path) for path, _ in group])}
+        labels = [label for _, label in group if label is not None]
+        batch |= {"labels": torch.tensor(labels)} if labels else {}
         if self.keep:
             self.kept[index] = batch
         return batch
@@ -90,14 +90,23 @@ def _image_split(root: Path, split: str) -> Path:
     return root
 
 
-def _labelled_files(root: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+def _image_files(root: Path) -> list[Path]:
+    """All images in a folder and the folders in it."""
+    files = [file for file in sorted(root.rglob("*")) if _is_image(file)]
+    if not files:
+        raise DataError(f"The folder {root} holds no images: expected {', '.join(IMAGE_SUFFIXES)} files.")
+    return files
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+
+
+def _labelled_files(root: Path, classes: Sequence[str]) -> list[tuple[Path, int | None]]:
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     index = _class_index([path.name for path in folders], classes)
-    files = [
-        (file, index[path.name])
-        for path in folders
-        for file in sorted(path.iterdir())
-        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+    files: list[tuple[Path, int | None]] = [
+        (file, index[path.name]) for path in folders for file in sorted(path.iterdir()) if _is_image(file)
     ]
     if not files:
         raise DataError(f"The folder {root} holds no images: expected class folders of {', '.join(IMAGE_SUFFIXES)} files.")

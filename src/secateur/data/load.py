@@ -2,49 +2,118 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from secateur.data.batches import Batches
+from secateur.data.examples import example_batches, masked_batches
 from secateur.data.images import image_batches
 from secateur.data.texts import text_batches
 from secateur.errors import DataError, ModelError, SettingError
-from secateur.model.families import task_of
-from secateur.settings import BUILTIN, Settings
+from secateur.model.families import context_of, task_of
+from secateur.model.losses import REFERENCE, Batch, evaluating, reference_of
+from secateur.settings import BUILTIN, DISTANCE, LABELS, Settings
+from secateur.tasks import IMAGE, MASKED, TASKS, TEXT, TEXT_CLASSES
 
 
 def load_batches(
     model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, size: int, most: int = 0, keep: bool = False
 ) -> Batches:
-    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory."""
+    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory.
+
+    Where there are no labels, or the calibration data are to choose without them, the batches hold the dense model's outputs.
+    """
     batch_size = settings.batch_size
     assert batch_size is not None  # set by Settings.for_task
     limit = min(size, most * batch_size) if most else size
-    if task_of(model) == "text":
-        batches = text_batches(
-            name, processor, split=split, limit=limit, seq_len=_checked_length(model, settings.seq_len), batch_size=batch_size
-        )
-        _check_tokens(model, batches)
-        return batches
+    read = _read_texts if TASKS[task_of(model)].inputs == TEXT else _read_images
+    batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep)
+    labelled = "labels" in batches[0]
+    if settings.loss == LABELS and not labelled:
+        raise DataError(f"The data {name!r} ({split}) have no labels for a model for {task_of(model)}; use --loss distance.")
+    own = settings.loss not in (None, LABELS, DISTANCE)
+    by_distance = not own and (not labelled or (settings.loss == DISTANCE and split == "train"))
+    return with_reference(model, batches) if by_distance else batches
+
+
+def _read_texts(
+    model: nn.Module, tokenizer: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool
+) -> Batches:
+    task, batch_size = task_of(model), settings.batch_size or 1
+    common: dict[str, Any] = {"split": split, "limit": limit, "batch_size": batch_size}
+    common["seq_len"] = _checked_length(model, settings.seq_len)
+    if task == TEXT:
+        batches = text_batches(name, tokenizer, **common)
+    elif task == MASKED and _wants_labels(settings, split):
+        batches = masked_batches(name, tokenizer, seed=settings.seed, **common)
+    else:
+        classes = {label: i for i, label in enumerate(class_names(model))} if task == TEXT_CLASSES else None
+        batches = example_batches(name, tokenizer, classes=classes, **common)
+    _check_tokens(model, batches)
+    return batches
+
+
+def _read_images(
+    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool
+) -> Batches:
     if name == BUILTIN:
         option = "--calibration" if split == "train" else "--data"
         raise DataError(f"An image model needs images: give a folder of them with {option}.")
+    labelled = task_of(model) == IMAGE and _wants_labels(settings, split)
     return image_batches(
         name,
         processor,
-        classes=class_names(model),
+        classes=class_names(model) if labelled else None,
         split=split,
         limit=limit,
-        batch_size=batch_size,
+        batch_size=settings.batch_size or 1,
         seed=settings.seed,
         keep=keep or split == "train",
     )
 
 
+def _wants_labels(settings: Settings, split: str) -> bool:
+    """Whether labels are read: a distance chooses without them, and what judges has them if it can."""
+    return settings.loss != DISTANCE or split != "train"
+
+
+@dataclass(frozen=True)
+class _Referenced(Sequence[Batch]):
+    """Batches, each with what the dense model gave for it."""
+
+    items: Sequence[Batch]
+    references: list[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return {**self.items[index], REFERENCE: self.references[index]}
+
+
+def with_reference(model: nn.Module, batches: Batches) -> Batches:
+    """The batches with the model's own outputs, from which distances are measured: run it before anything is zeroed.
+
+    >>> DamageMeter(model, with_reference(model, batches))
+    """
+    with torch.inference_mode(), evaluating(model):
+        references = [reference_of(model, batch) for batch in batches]
+    return replace(batches, items=_Referenced(batches.items, references))
+
+
 def _checked_length(model: nn.Module, seq_len: int) -> int:
-    context = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and seq_len > context:
+    context = context_of(model)
+    if context is not None and seq_len > context:
         raise SettingError(f"The sequence length is {seq_len}, but the model takes at most {context} tokens.")
     return seq_len
 
@@ -60,7 +129,7 @@ def _check_tokens(model: nn.Module, batches: Batches) -> None:
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """The names of an image model's outputs, in order; numbers if it has no names."""
+    """The names of a classifier's outputs, in order; numbers if it has no names."""
     network: Any = model
     names = getattr(getattr(network, "config", None), "id2label", None)
     return [str(names[i]) for i in range(len(names))] if names else [str(i) for i in range(network.num_classes)]

@@ -44,13 +44,13 @@ def text_batches(
     if seq_len < 2:
         raise SettingError(f"The sequence length is {seq_len}, but must be at least 2: the first token predicts nothing.")
     check_counts(limit, batch_size)
-    documents, files = _documents(name, split)
+    documents, files = documents_of(name, split)
     prefix = _prefix(tokenizer)
     if _is_lambada(Path(name)):
         passages = (_passage_row(text, tokenizer, prefix, seq_len) for text in documents)
         rows = list(itertools.islice((row for row in passages if row is not None), limit))
     else:
-        rows = [_row(window, seq_len) for window in _windows(documents, tokenizer, prefix, limit=limit, seq_len=seq_len)]
+        rows = [_row(window, seq_len) for window in windows(documents, tokenizer, prefix, limit=limit, seq_len=seq_len)]
     if not rows:
         raise DataError(
             f"The text {name!r} ({split}) holds less than one text of {seq_len} tokens; give more text or a smaller --seq-len."
@@ -63,7 +63,7 @@ def text_batches(
     return Batches(items, source)
 
 
-def _windows(
+def windows(
     documents: Iterable[str], tokenizer: Any, prefix: list[int], *, limit: int | None, seq_len: int
 ) -> Iterator[list[int]]:
     length = seq_len - len(prefix)
@@ -117,10 +117,10 @@ def _passage_row(text: str, tokenizer: Any, prefix: list[int], seq_len: int) -> 
     return row | {"last_word": (position >= len(ids) - n_last) & (position < len(ids))}
 
 
-def _documents(name: str, split: str) -> tuple[Iterator[str], tuple[str, ...]]:
+def documents_of(name: str, split: str) -> tuple[Iterator[str], tuple[str, ...]]:
     """The non-blank texts of a source in order, and digests that identify the source."""
     if name and os.path.exists(name):
-        files = _split_files(Path(name), split) if os.path.isdir(name) else [Path(name)]
+        files = split_files(Path(name), split) if os.path.isdir(name) else [Path(name)]
         digests = tuple(digest_file(file) for file in files)
         return (text for file in files for text in _read_texts(file)), digests
     if name == BUILTIN:
@@ -150,11 +150,11 @@ def _builtin_topics(split: str) -> list[str]:
     return ["\n\n".join(p for p in paragraphs if len(p) <= 80 or p.strip() not in seen) for paragraphs in evaluation]
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
+def split_files(folder: Path, split: str, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
     """The files of one split: those with its name in their path; all files, if no path names any split."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
     if not files:
-        raise DataError(f"The folder {folder} holds no text: expected files ending in {', '.join(TEXT_SUFFIXES)}.")
+        raise DataError(f"The folder {folder} holds no text: expected files ending in {', '.join(suffixes)}.")
 
     def belongs_to(file: Path, name: str) -> bool:
         words = re.split(r"[^a-z]+", str(file.relative_to(folder)).lower())

@@ -31,6 +31,7 @@ from secateur.search.damage import DamageMeter
 from secateur.search.policies import UCB
 from secateur.search.select import Asked, Measured, select
 from secateur.selection import Pull
+from secateur.tasks import IMAGE, TEXT
 from secateur.units import HEAD, MLP, TARGETS, Unit, n_selected
 from secateur.watcher import Watcher
 
@@ -251,7 +252,7 @@ def plain_pull(model: Any, batches: Sequence[Batch], unit: Unit) -> Measured:
 def plain_loss(model: Any, batch: Batch) -> float:
     device = device_of(model)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    if "input_ids" in batch:
+    if task_of(model) == TEXT:
         return float(model(**batch, use_cache=False).loss)
     if "labels" in inspect.signature(model.forward).parameters:
         return float(model(**batch).loss)
@@ -263,7 +264,9 @@ def random_batches(model: nn.Module, n: int) -> list[dict[str, Tensor]]:
     """Batches of 4 texts of 128 random tokens, or of 8 random images."""
     network: Any = model
     generator = torch.Generator().manual_seed(1)
-    if task_of(model) == "text":
+    if task_of(model) not in (TEXT, IMAGE):
+        raise SettingError(f"The benchmark takes language models and image classifiers, not models for {task_of(model)}.")
+    if task_of(model) == TEXT:
         n_tokens = network.get_input_embeddings().num_embeddings
         length = min(TOKENS, getattr(network.config, "max_position_embeddings", TOKENS))
         tokens = [torch.randint(0, n_tokens, (TEXTS, length), generator=generator) for _ in range(n)]

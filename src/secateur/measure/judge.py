@@ -9,6 +9,7 @@ from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.model.accounting import total_parameters, zeroed_percent
 from secateur.model.families import candidate_units
+from secateur.model.losses import Loss
 from secateur.model.zeroing import zeroed
 from secateur.selection import Selection
 from secateur.settings import Settings
@@ -21,6 +22,7 @@ def judge(
     batches: Batches,
     *,
     dense: Evaluation | None = None,
+    loss: Loss | None = None,
     watcher: Watcher | None = None,
 ) -> Judgement:
     """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already."""
@@ -28,7 +30,7 @@ def judge(
         check_apart(selection.calibration, batches.source)
     settings = selection.made_with.settings if selection.made_with else Settings("")
     candidates = len(candidate_units(model, settings.target, settings.group_width))
-    return judge_apart(model, selection, batches, candidates=candidates, dense=dense, watcher=watcher)
+    return judge_apart(model, selection, batches, candidates=candidates, dense=dense, loss=loss, watcher=watcher)
 
 
 def judge_apart(
@@ -38,16 +40,17 @@ def judge_apart(
     *,
     candidates: int,
     dense: Evaluation | None = None,
+    loss: Loss | None = None,
     watcher: Watcher | None = None,
 ) -> Judgement:
     """The same for a caller who knows that the data did not choose, and the number of candidates."""
     watcher = watcher or Watcher()
     if dense is None:
         watcher.stage("evaluating the dense model")
-        dense = evaluate(model, batches, watcher.evaluated)
+        dense = evaluate(model, batches, watcher.evaluated, loss=loss)
     watcher.stage("evaluating with the units zeroed")
     with zeroed(model, selection.units):
-        without = evaluate(model, batches, watcher.evaluated)
+        without = evaluate(model, batches, watcher.evaluated, loss=loss)
     return Judgement(
         dense=dense,
         zeroed=without,

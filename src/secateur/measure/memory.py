@@ -13,8 +13,7 @@ import psutil
 import torch
 
 from secateur.errors import ModelError, SecateurError, first_line
-from secateur.measure.speed import check_sizes, room_for_prompt, workloads
-from secateur.model.families import task_of
+from secateur.measure.speed import check_sizes, room_for, workloads
 from secateur.model.loading import load_model, load_shapes, resolve_device
 
 
@@ -86,8 +85,7 @@ def _own_peak(
         load_shapes(name, trust_remote_code=trust_remote_code)  # imports the model's code without its weights
     before = _resident()
     model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    if task_of(model) == "text":
-        tokens = room_for_prompt([model], tokens, new_tokens)
+    tokens = room_for([model], tokens, new_tokens)
     with torch.inference_mode():
         for workload in workloads([model], [batch_size], tokens, new_tokens):
             workload.open(model)()()

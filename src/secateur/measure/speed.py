@@ -1,8 +1,8 @@
 """Speed: parameters, bytes, FLOPs and time of two models, measured in one run. memory.py measures the peak of memory.
 
-A text model has two workloads: "prefill", one call on a prompt for the logits of its last token, and "decode", one token after
-another with the K/V cache of the prompt. An image model has one: "forward", one call on a batch. Tokens and images are random:
-neither time nor FLOPs depend on their values.
+A language model has two workloads: "prefill", one call on a prompt for the logits of its last token, and "decode", one token
+after another with the K/V cache of the prompt. Any other model has one, a call on a batch: "encode" for texts, "forward" for
+images. Tokens and images are random: neither time nor FLOPs depend on their values.
 
 The two models take turns on the same input, and the speedup is the median of the turns' ratios, so that a machine that is slow
 for a while slows both alike.
@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from secateur.errors import SettingError
 from secateur.files import jsonio
 from secateur.model import flops
-from secateur.model.families import task_of
-from secateur.model.losses import device_of, evaluating
+from secateur.model.families import context_of, task_of
+from secateur.model.losses import Batch, device_of, evaluating, outputs
+from secateur.tasks import IMAGE, TASKS, TEXT
 
-PREFILL, DECODE, FORWARD = "prefill", "decode", "forward"
+PREFILL, DECODE, ENCODE, FORWARD = "prefill", "decode", "encode", "forward"
 CONFIDENCE = 0.95
-_SPOKEN = {PREFILL: "Prefill", DECODE: "Decoding", FORWARD: "The forward pass"}
+_SPOKEN = {PREFILL: "Prefill", DECODE: "Decoding", ENCODE: "Encoding", FORWARD: "The forward pass"}
 
 T = TypeVar("T")
 Run = Callable[[], object]  # the work that is timed
@@ -70,7 +71,7 @@ class Timing:
     A call of "decode" makes one token of each text; its figures are means over the new tokens of a run.
     """
 
-    name: str  # "prefill", "decode" or "forward"
+    name: str  # "prefill", "decode", "encode" or "forward"
     batch_size: int
     dense_ms: tuple[float, ...]  # one for each repetition, in the same order for both models
     small_ms: tuple[float, ...]
@@ -180,11 +181,11 @@ def measure(
     threads = torch.get_num_threads() if threads is None else threads
     check_measure(batch_sizes, tokens, new_tokens, repeats, threads)
     models = (dense, small)
-    text = _same("task", [task_of(model) for model in models]) == "text"
+    task = _same("task", [task_of(model) for model in models])
+    text = TASKS[task].inputs == TEXT
     device = _same("device", [device_of(model) for model in models])
     dtype = _same("dtype", [_dtype_of(model) for model in models])
-    if text:
-        tokens = room_for_prompt(models, tokens, new_tokens)
+    tokens = room_for(models, tokens, new_tokens) if text else tokens
     with evaluating(dense), evaluating(small), torch.inference_mode(), _threads(threads):
         works = workloads(models, batch_sizes, tokens, new_tokens)
         done = itertools.count(1)
@@ -201,7 +202,7 @@ def measure(
         small_bytes=_n_bytes(small),
         timings=tuple(timings),
         tokens=tokens if text else None,
-        new_tokens=new_tokens if text else None,
+        new_tokens=new_tokens if task == TEXT else None,
         threads=threads,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -220,9 +221,7 @@ def check_measure(batch_sizes: Sequence[int], tokens: int, new_tokens: int, repe
 
 def run_of(model: nn.Module, batch_size: int, tokens: int) -> Run:
     """A function that makes one typical run of a model: a prompt, or a batch of images."""
-    if task_of(model) == "text":
-        tokens = room_for_prompt([model], tokens, 1)
-    return workloads([model], [batch_size], tokens, 1)[0].open(model)()
+    return workloads([model], [batch_size], room_for([model], tokens, 1), 1)[0].open(model)()
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int]:
@@ -251,13 +250,20 @@ def workloads(models: Sequence[nn.Module], batch_sizes: Sequence[int], tokens: i
     networks: Sequence[Any] = models
     device = device_of(models[0])
     workloads = []
-    if task_of(models[0]) == "image":
+    task = task_of(models[0])
+    if TASKS[task].inputs == IMAGE:
         shape = _same("shape of images", [image_shape(model) for model in models])
         for n in batch_sizes:
             images = torch.randn(n, *shape, generator=generator).to(device, _dtype_of(models[0]))
-            workloads.append(Workload(FORWARD, n, 1, partial(_forward, images=images)))
+            workloads.append(Workload(FORWARD, n, 1, partial(_call, inputs={"pixel_values": images})))
         return workloads
     n_tokens = min(network.get_input_embeddings().num_embeddings for network in networks)
+    if task != TEXT:
+        for n in batch_sizes:
+            ids = torch.randint(0, n_tokens, (n, tokens), generator=generator).to(device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            workloads.append(Workload(ENCODE, n, 1, partial(_call, inputs=inputs)))
+        return workloads
     # Only the last logits of a prompt, as in generation: all of them can take more FLOPs than the blocks.
     takes_keep = all("logits_to_keep" in inspect.signature(network.forward).parameters for network in networks)
     keep = {"logits_to_keep": 1} if takes_keep else {}
@@ -282,8 +288,8 @@ def _in_turns(workload: Workload, dense: nn.Module, small: nn.Module, repeats: i
     return Timing(workload.name, workload.batch_size, tuple(ms[0]), tuple(ms[1]), *counted)
 
 
-def _forward(model: nn.Module, images: Tensor) -> Callable[[], Run]:
-    return lambda: lambda: model(images)
+def _call(model: nn.Module, inputs: Batch) -> Callable[[], Run]:
+    return lambda: lambda: outputs(model, inputs)
 
 
 def _prefill(model: nn.Module, ids: Tensor, keep: dict[str, int]) -> Callable[[], Run]:
@@ -305,13 +311,15 @@ def _decode(model: nn.Module, ids: Tensor, tokens: int, keep: dict[str, int]) ->
     return make_run
 
 
-def room_for_prompt(models: Sequence[nn.Module], tokens: int, new_tokens: int) -> int:
+def room_for(models: Sequence[nn.Module], tokens: int, new_tokens: int) -> int:
+    """The number of tokens, or as many as the models leave room for beside the new ones that a language model makes."""
     for model in models:
-        places = getattr(model.config, "max_position_embeddings", None)
-        if isinstance(places, int):
-            if places <= new_tokens:
-                raise SettingError(f"The number of new tokens is {new_tokens}, but the model has room for {places} in all.")
-            tokens = min(tokens, places - new_tokens)
+        task, places = task_of(model), context_of(model)
+        new = new_tokens if task == TEXT else 0
+        if places is not None and TASKS[task].inputs == TEXT:
+            if places <= new:
+                raise SettingError(f"The number of new tokens is {new}, but the model has room for {places} in all.")
+            tokens = min(tokens, places - new)
     return tokens
 
 

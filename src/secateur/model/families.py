@@ -6,6 +6,7 @@ which family it is. To add one, see docs/add-a-family.md.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from secateur.errors import SelectionError, UnsupportedModel
+from secateur.model.shrunk import HEAD_DIMS, counting
+from secateur.tasks import TASKS
 from secateur.units import GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units
 
 SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
@@ -23,15 +26,17 @@ SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 class Family:
     """Where a model's parts are, as dotted paths: `blocks` starts at the model, others at a block; `*` walks a list."""
 
-    task: str  # "text" or "image"
-    blocks: str
+    task: str  # of TASKS: what its models usually do
+    blocks: str  # with the name of the model inside a model with a head, such as "bert" or "model"
     attention: str
     qkv: tuple[str, ...]  # inside the attention
     out: str  # inside the attention: the output projection, whose input holds the heads side by side
     mlp_in: tuple[str, ...]  # two names make a gated MLP
     mlp_out: str
     packing: str = SEPARATE  # or one projection: PACKED is [all Q | all K | all V], PER_HEAD is [q k v] head after head
+    mlp_packed: bool = False  # a gated MLP in one projection: [all gates | all inputs], or the other way round
     mlp_setting: str = "intermediate_size"  # the config's name for the MLP width; "mlp_ratio" is a multiple of the model width
+    heads_setting: str = "num_attention_heads"  # the config's name for the number of heads
     head_dim_setting: bool = False  # the config sets the width of a head independently of the number of heads
 
 
@@ -64,6 +69,25 @@ _TIMM = Family(
     mlp_out="mlp.fc2",
     packing=PACKED,
     mlp_setting="mlp_ratio",
+)
+
+_BERT = Family(
+    task="masked text",
+    blocks="bert.encoder.layer",
+    attention="attention",
+    qkv=("self.query", "self.key", "self.value"),
+    out="output.dense",
+    mlp_in=("intermediate.dense",),
+    mlp_out="output.dense",
+)
+_CLIP_VISION = Family(
+    task="image embeddings",
+    blocks="vision_model.encoder.layers",
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="out_proj",
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
 )
 
 # The key is transformers' model_type, or "timm/" and the class name.
@@ -110,6 +134,34 @@ FAMILIES: dict[str, Family] = {
     "vit": _VIT,
     "deit": replace(_VIT, blocks="deit.layers"),
     "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio"),
+    "dinov2": replace(_VIT, task="image embeddings", blocks="dinov2.encoder.layer", mlp_setting="mlp_ratio"),
+    "clip_vision_model": _CLIP_VISION,
+    "siglip_vision_model": _CLIP_VISION,
+    "bert": _BERT,
+    "roberta": replace(_BERT, blocks="roberta.encoder.layer"),
+    "xlm-roberta": replace(_BERT, blocks="roberta.encoder.layer"),
+    "distilbert": Family(
+        task="masked text",
+        blocks="distilbert.transformer.layer",
+        attention="attention",
+        qkv=("q_lin", "k_lin", "v_lin"),
+        out="out_lin",
+        mlp_in=("ffn.lin1",),
+        mlp_out="ffn.lin2",
+        mlp_setting="hidden_dim",
+        heads_setting="n_heads",
+    ),
+    "modernbert": Family(
+        task="masked text",
+        blocks="model.layers",
+        attention="attn",
+        qkv=("Wqkv",),
+        out="Wo",
+        mlp_in=("mlp.Wi",),
+        mlp_out="mlp.Wo",
+        packing=PACKED,
+        mlp_packed=True,
+    ),
     "timm/VisionTransformer": _TIMM,
     "timm/VisionTransformerDistilled": _TIMM,
     "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks"),
@@ -153,6 +205,7 @@ class Layer:
     mlp_in: tuple[nn.Module, ...]
     mlp_out: nn.Module
     packing: str
+    mlp_packed: bool
     width: int  # d, the model dimension in this block
     heads: int
     kv_heads: int
@@ -166,7 +219,7 @@ class Layer:
 
     @property
     def gated(self) -> bool:
-        return len(self.mlp_in) == 2
+        return self.mlp_packed or len(self.mlp_in) == 2
 
     def ranges(self, unit: Unit) -> tuple[Range, ...]:
         """The unit's channels in the input of each output projection that it enters (Eq. 9 and 10)."""
@@ -208,7 +261,8 @@ class Layer:
             start, length = part.channels.start, len(part.channels)
             if part.side == MLP:
                 for module in self.mlp_in:
-                    yield from _outputs(module, start, length)
+                    for half in range(1 + self.mlp_packed):
+                        yield from _outputs(module, half * self.mlp_width + start, length)
             elif self.packing == PER_HEAD:
                 yield from _outputs(self.qkv[0], 3 * start, 3 * length)
             elif self.packing == PACKED:
@@ -238,8 +292,54 @@ def family_of(model: nn.Module) -> str:
 
 
 def task_of(model: nn.Module) -> str:
-    """What the model does: "text" or "image"."""
-    return FAMILIES[family_of(model)].task
+    """What the model does: a key of TASKS."""
+    family = family_of(model)
+    usual = FAMILIES[family].task
+    if family.startswith("timm/"):
+        return usual
+    name = type(model).__name__.removeprefix("Shrunk")
+    task = task_of_class(family, name)
+    if task is None:
+        raise UnsupportedModel(
+            f"{name} is a {family} model with a head that Secateur has no loss for; in Python, pass it to DamageMeter with a "
+            f"loss of your own, or load it with one of {', '.join(classes_of(family))}."
+        )
+    return task
+
+
+def context_of(model: nn.Module) -> int | None:
+    """How many tokens a model takes at most; None if its config does not say."""
+    config: Any = getattr(model, "config", None)
+    places = getattr(config, "max_position_embeddings", None)
+    if not isinstance(places, int):
+        return None
+    # RoBERTa counts positions from the one after its padding token's.
+    return places - config.pad_token_id - 1 if config.model_type in ("roberta", "xlm-roberta") else places
+
+
+def task_of_class(model_type: str, name: str) -> str | None:
+    """The task of a model class of transformers; None if it is none of TASKS."""
+    return next((task for task, kinds in _classes(model_type).items() if name in kinds), None)
+
+
+def classes_of(model_type: str) -> dict[str, str]:
+    """Every Auto class of TASKS that knows a model type, with the class that it loads."""
+    return {TASKS[task].auto_class: kinds[0] for task, kinds in _classes(model_type).items()}
+
+
+@functools.cache
+def _classes(model_type: str) -> dict[str, tuple[str, ...]]:
+    """The names of the classes that do each task, the usual one first."""
+    from transformers.models.auto import modeling_auto
+
+    inputs = TASKS[FAMILIES[model_type].task].inputs
+    found: dict[str, tuple[str, ...]] = {}
+    for task, row in TASKS.items():
+        auto: Any = getattr(modeling_auto, row.auto_class)
+        kinds = auto._model_mapping._model_mapping.get(model_type)  # names, so that no model's code is imported
+        if kinds and row.inputs == inputs:
+            found[task] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    return found
 
 
 def unsupported(what: str) -> UnsupportedModel:
@@ -250,12 +350,14 @@ def unsupported(what: str) -> UnsupportedModel:
 def anatomy(model: nn.Module) -> tuple[Layer, ...]:
     """The blocks of a model of a known family, in the order in which they run."""
     family = FAMILIES[family_of(model)]
+    inner, _, rest = family.blocks.partition(".")
+    path = family.blocks if hasattr(model, inner) else rest  # a model without a head is the inner one itself
     try:
-        return tuple(_read_block(family, name, block) for name, block in _walk(model, family.blocks))
+        return tuple(_read_block(family, name, block) for name, block in _walk(model, path))
     except AttributeError as error:
         raise UnsupportedModel(
             f"{type(model).__name__} is not built like the other models of its family {family_of(model)!r}: {error}. "
-            "Pass the model with its head (a causal language model or an image classifier), or see docs/add-a-family.md."
+            "See docs/add-a-family.md."
         ) from error
 
 
@@ -288,15 +390,16 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
     mlp_in = tuple(block.get_submodule(path) for path in family.mlp_in)
     mlp_out = block.get_submodule(family.mlp_out)
     inner = _in_features(out)  # heads * head_dim; not always the model dimension (Gemma, Qwen3)
-    head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    counted = counting(attention)
+    head_dim = next((getattr(counted, name) for name in HEAD_DIMS if hasattr(counted, name)), None)
     if head_dim is None:
-        head_dim = inner // attention.num_heads
+        head_dim = inner // counted.num_heads
     heads = inner // head_dim
     kv_heads = _out_features(qkv[1]) // head_dim if family.packing == SEPARATE else heads
-    kv_of = getattr(attention, "kv_index", None) or [h * kv_heads // heads for h in range(heads)]  # shrunk.py sets kv_index
+    kv_of = getattr(counted, "kv_index", None) or [h * kv_heads // heads for h in range(heads)]  # shrunk.py sets kv_index
     mlp_width = _in_features(mlp_out)
     q_features = _out_features(qkv[0]) if family.packing == SEPARATE else _out_features(qkv[0]) // 3
-    if q_features != inner or any(_out_features(module) != mlp_width for module in mlp_in):
+    if q_features != inner or any(_out_features(module) != (1 + family.mlp_packed) * mlp_width for module in mlp_in):
         raise UnsupportedModel(
             f"The projections of {name} do not fit one another (heads {q_features} to {inner}, "
             f"MLP {[_out_features(module) for module in mlp_in]} to {mlp_width}): Secateur does not know this packing."
@@ -313,6 +416,7 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
         mlp_in=mlp_in,
         mlp_out=mlp_out,
         packing=family.packing,
+        mlp_packed=family.mlp_packed,
         width=_in_features(qkv[0]),
         heads=heads,
         kv_heads=kv_heads,

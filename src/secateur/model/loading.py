@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
-from secateur.model.families import FAMILIES, anatomy, family_of, task_of, unsupported
+from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
+from secateur.tasks import TASKS, TEXT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda", "mps")
@@ -45,17 +46,18 @@ def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remot
     model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     if not hasattr(model, "config"):
         return model, _timm_processor(model)
-    return model, _processor(name, task_of(model), trust_remote_code)
+    return model, _processor(_transformer_place(name), TASKS[task_of(model)].inputs, trust_remote_code)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded model, the name it was loaded by, and its tokenizer or image processor."""
+    """A loaded model, the name it was loaded by, its tokenizer or image processor, and perhaps a loss of the user's own."""
 
     name: str
     model: nn.Module
     processor: Any = None
     trust_remote_code: bool = False
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -87,6 +89,9 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None, tru
         model = model.to(DTYPES[dtype]) if dtype else model
     else:
         model = _load_transformers(name, DTYPES[dtype] if dtype else "auto", trust_remote_code)
+        if pooling := sentence_pooling(name):
+            network: Any = model
+            network.pooling = pooling  # how texts become embeddings (model/losses.py)
     family_of(model)
     return model.to(resolved).eval()  # not to the dtype: transformers keeps rotary tables in float32 on purpose
 
@@ -106,7 +111,7 @@ def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     else:
         config = _config(name, trust_remote_code)
     config.architectures = config.architectures or []  # from_config iterates over it
-    auto = _auto_class(config.model_type)
+    auto = _auto_class(config)
     with torch.device("meta"), _model_errors(name):
         if hasattr(config, "secateur"):
             layout = _read_layout(name, config.secateur, getattr(config, "auto_map", None))
@@ -212,19 +217,61 @@ def asking_hub() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = previous
 
 
+def sentence_modules(name: str) -> list[tuple[str, str]]:
+    """The modules of a sentence-transformers folder, each as its kind and its folder inside; none for any other folder."""
+    try:
+        listed = json.loads((Path(name) / "modules.json").read_text(encoding="utf-8"))
+        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"The modules.json in {name} is not one of sentence-transformers: {first_line(error)}") from error
+    root = Path(name).resolve()
+    if outside := [path for _, path in modules if not (root / path).resolve().is_relative_to(root)]:
+        raise ModelError(f"The modules.json in {name} names a folder outside it ({outside[0]}); the model is not loaded.")
+    return modules
+
+
+def sentence_pooling(name: str) -> str | None:
+    """How a sentence-transformers folder makes one embedding of a text's tokens; None for any other folder."""
+    folder = next((path for kind, path in sentence_modules(name) if kind == "Pooling"), None)
+    if folder is None:
+        return None
+    try:
+        fields = json.loads((Path(name) / folder / "config.json").read_text(encoding="utf-8"))
+        old = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_lasttoken": "lasttoken"}
+        mode = fields.get("pooling_mode") or next((mode for key, mode in old.items() if fields.get(key)), "mean")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"The pooling of {name} cannot be read from {folder}/config.json: {first_line(error)}") from error
+    if mode not in ("mean", "cls", "max", "lasttoken"):
+        raise ModelError(f"The sentence-transformers folder {name} pools by {mode!r}, which Secateur does not know.")
+    return str(mode)
+
+
+def _transformer_place(name: str) -> str:
+    """The folder with the config and the weights: of a sentence-transformers folder it may be one inside."""
+    inner = next((path for kind, path in sentence_modules(name) if kind == "Transformer"), "")
+    return os.path.join(name, inner) if inner else name
+
+
 def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> nn.Module:
+    name = _transformer_place(name)
     config = _config(name, trust_remote_code)
-    auto = _auto_class(config.model_type)
+    auto = _auto_class(config)
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
         raise ModelError(f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read.")
     kind, layout = auto, None
     if hasattr(config, "secateur"):  # its layers differ; shrunk.py is run, not the copy in the folder
         layout = _read_layout(name, config.secateur, getattr(config, "auto_map", None))
         kind = _shrunk_kind(auto, config)
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     with _model_errors(name):
-        loaded, info = kind.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        loaded, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+        if info["missing_keys"] and all(key.startswith("pooler.") for key in info["missing_keys"]):
+            # A BERT that was saved without its pooler, which embeddings do not need.
+            loaded, info = kind.from_pretrained(
+                name, config=config, add_pooling_layer=False, output_loading_info=True, **options
+            )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, such as {missing[0]}.")
@@ -248,11 +295,11 @@ class ImageProcessor:
         self.processor.save_pretrained(folder)
 
 
-def _processor(name: str, task: str, trust_remote_code: bool) -> Any:
+def _processor(name: str, inputs: str, trust_remote_code: bool) -> Any:
     import transformers
 
     with _model_errors(name, "tokenizer or image processor"):
-        if task == "text":
+        if inputs == TEXT:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             if set(tokenizer("a b")["input_ids"]) <= {tokenizer.unk_token_id}:  # empty: the folder had no files for it
                 raise OSError("there is no tokenizer.json")
@@ -293,6 +340,7 @@ def _check_blocks(name: str, model: nn.Module, layout: Layout) -> None:
 
 
 def _config(name: str, trust_remote_code: bool) -> Any:
+    name = _transformer_place(name)
     folder = Path(name)
     if folder.is_file():
         raise ModelError(f"{name} is a file; give the folder that holds it and its config.json.")
@@ -306,19 +354,23 @@ def _config(name: str, trust_remote_code: bool) -> Any:
     import transformers
 
     with _model_errors(name, "config"):
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    tower = getattr(config, "vision_config", None)
+    if config.model_type in ("clip", "siglip") and tower is not None:
+        tower.architectures = []
+        return tower  # of a model for texts and images, the part for images
+    return config
 
 
-def _auto_class(model_type: str) -> Any:
+def _auto_class(config: Any) -> Any:
+    """The Auto class for the head that the config names, or else for what its family usually does."""
     import transformers
 
-    if model_type not in FAMILIES:
-        raise unsupported(f"model_type {model_type!r}")
-    return (
-        transformers.AutoModelForCausalLM
-        if FAMILIES[model_type].task == "text"
-        else transformers.AutoModelForImageClassification
-    )
+    if config.model_type not in FAMILIES:
+        raise unsupported(f"model_type {config.model_type!r}")
+    named = [str(name).removeprefix("Shrunk") for name in config.architectures or []]
+    known = [task for name in named if (task := task_of_class(config.model_type, name))]
+    return getattr(transformers, TASKS[known[0] if known else FAMILIES[config.model_type].task].auto_class)
 
 
 @contextlib.contextmanager

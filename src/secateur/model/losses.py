@@ -1,7 +1,9 @@
 """From a batch to losses: the one place that calls a model (Eq. 16).
 
-A batch is a dict of tensors: `input_ids` and `labels` (-100 for tokens that are not predicted) for text, `pixel_values`
-and `labels` for images. A row is a predicted token, or an image.
+A batch is a dict of tensors. Whatever the model's forward takes is passed on: `input_ids` with their `attention_mask`, or
+`pixel_values`. `labels` say what is right: the next tokens of a text (shifted here, as transformers does), the tokens at masked
+places, or the class of a text or image; -100 marks what does not count. Without labels, `reference` holds what the dense model
+gave, and the loss is the distance from it. A row is a predicted token, a text or an image. Padding counts nowhere.
 
 The logits of a text are never in memory all at once: a language model's output layer runs over pieces of the vocabulary that
 fit in the processor's cache, and the log-sum-exps of the pieces are combined. The logits of 1,024 positions and 152k tokens
@@ -10,16 +12,29 @@ would take 600 MB. (Gradients need them all.)
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateur.errors import DataError, SettingError, UnsupportedModel, first_line
+from secateur.model.families import task_of
+from secateur.settings import DISTANCE, LABELS
+from secateur.tasks import IMAGE, MASKED, TASKS, TEXT, TOKEN_CLASSES
+
 Batch = Mapping[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]  # of a user's own: the mean loss of a batch, or the loss of each row
 IGNORED = -100
+REFERENCE = "reference"
+OWN = ("labels", REFERENCE, "last_word")  # entries of a batch that are not for the model
 CPU_PIECE, PIECE = 2**18, 2**25  # logits in a piece: 1 MiB fits in a CPU's cache, other devices are faster on large matrices
 LEAST_WIDTH = 256  # of a piece, for any number of rows: a narrower matrix product is slow
 
@@ -27,8 +42,8 @@ LEAST_WIDTH = 256  # of a piece, for any number of rows: a narrower matrix produ
 class Rows(NamedTuple):
     """The losses, labels and best classes of the rows of a batch."""
 
-    losses: Tensor  # (rows,) cross-entropy in float32; 0 if the label is -100
-    labels: Tensor  # (rows,)
+    losses: Tensor  # (rows,) in float32; 0 if the label is -100
+    labels: Tensor  # (rows,) the right classes, or the dense model's; -100 where nothing counts
     best: Tensor | None  # (rows, 1 or 5) the classes of the highest logits, if they were asked for
 
 
@@ -61,30 +76,51 @@ def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
             module.forward = own
 
 
-def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """L(B), the mean loss of a batch over its predicted tokens, or its images (Eq. 16)."""
-    return part_losses(model, batch, 1)[0]
+def batch_loss(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Tensor:
+    """L(B), the mean loss of a batch over its predicted tokens, texts or images (Eq. 16), or what a `loss` of your own says."""
+    return part_losses(model, batch, 1, loss)[0]
 
 
-def part_losses(model: nn.Module, batch: Batch, parts: int) -> Tensor:
+def part_losses(model: nn.Module, batch: Batch, parts: int, loss: Loss | None = None) -> Tensor:
     """The mean loss of each part of a batch that consists of equal parts, one after another."""
+    if loss is not None:
+        return _own_losses(loss, model, batch, parts)
     losses, labels, _ = row_losses(model, batch)
     return losses.view(parts, -1).sum(1) / (labels.view(parts, -1) != IGNORED).sum(1)
 
 
+def batch_losses(model: nn.Module, batch: Batch, loss: Loss | None = None) -> tuple[float, int]:
+    """The sum of the losses of a batch's rows, and how many rows count; a loss of the user's own counts every batch alike."""
+    if loss is not None:
+        return float(batch_loss(model, batch, loss)), 1
+    losses, labels, _ = row_losses(model, batch)
+    return float(losses.sum()), int((labels != IGNORED).sum())
+
+
+def _own_losses(loss: Loss, model: nn.Module, batch: Batch, parts: int) -> Tensor:
+    losses = loss(model, batch)
+    if not isinstance(losses, Tensor) or losses.dim() > 1 or not losses.numel():
+        raise SettingError("A loss of your own must give a tensor: the mean loss of the batch, or one loss for each row.")
+    if losses.dim() == 0 and parts > 1:
+        raise SettingError("A loss of your own that gives one mean for a batch cannot be stacked: use --stack 1.")
+    return losses.float().view(parts, -1).mean(1)
+
+
 def row_losses(model: nn.Module, batch: Batch, *, best: bool = False) -> Rows:
-    """The loss of each row of a batch. `best` also asks for the best class of a token, or the five best classes of an image.
+    """The loss of each row of a batch. `best` also asks for the best class of a token, or the five best classes otherwise.
 
     The best class of a row whose loss is nan is -1.
     """
-    text = "input_ids" in batch
-    head = output_layer(model) if text else None
-    if head is None:
+    if "labels" not in batch and REFERENCE not in batch:
+        raise DataError("A batch has no labels; give some, or measure the distance from the dense model (loss='distance').")
+    if REFERENCE in batch:
+        losses, labels, highest = _distances(model, batch, best=best)
+    elif (head := output_layer(model) if batch["labels"].dim() == 2 else None) is not None:
+        losses, labels, highest = _losses_by_pieces(model, head, batch, best=best)
+    else:
         logits, labels = predict(model, batch)
         losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
-        highest = _highest(logits, 1 if text else 5) if best else None
-    else:
-        losses, labels, highest = _losses_by_pieces(model, head, batch, best=best)
+        highest = _highest(logits, 1 if batch["labels"].dim() == 2 else 5) if best else None
     return Rows(losses, labels, None if highest is None else highest.masked_fill(losses.isnan()[:, None], -1))
 
 
@@ -94,6 +130,240 @@ def _highest(logits: Tensor, n: int) -> Tensor:
 
 def _losses_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, *, best: bool) -> Rows:
     """The cross-entropy of each row: log-sum-exp minus the label's logit, both computed piece by piece over the vocabulary."""
+    shifted, last_hidden = _predicts_next(model), _before(model, head, batch)
+    hidden = (last_hidden[:, :-1] if shifted else last_hidden).flatten(0, 1)  # (rows, width of the model)
+    labels = _row_labels(batch, shifted=shifted).to(hidden.device)
+    if shifted:
+        return _pieces(model, head, hidden, labels, best=best)
+    counted = labels != IGNORED  # few of the tokens are masked, and the others need no logits
+    few = _pieces(model, head, hidden[counted], labels[counted], best=best)
+    losses = few.losses.new_zeros(len(labels)).masked_scatter(counted, few.losses)
+    if few.best is None:
+        return Rows(losses, labels, None)
+    return Rows(losses, labels, torch.full_like(labels, -1).masked_scatter(counted, few.best[:, 0])[:, None])
+
+
+def _pieces(model: nn.Module, head: nn.Linear, hidden: Tensor, labels: Tensor, *, best: bool) -> Rows:
+    sums: list[Tensor] = []
+    label_logits = hidden.new_full((len(hidden),), torch.nan, dtype=torch.float32)  # stays nan if the label is not a class
+    highest = _Highest(labels) if best else None
+    for start, stop in _pieces_of(head, hidden):
+        logits = _logits(model, head, hidden, start, stop)  # (rows, classes of the piece)
+        sums.append(logits.logsumexp(-1))
+        in_piece = (labels >= start) & (labels < stop)
+        gathered = logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0]
+        label_logits = torch.where(in_piece, gathered, label_logits)
+        if highest:
+            highest.add(logits, start)
+    losses = torch.stack(sums).logsumexp(0) - label_logits
+    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, highest.classes[:, None] if highest else None)
+
+
+class _Highest:
+    """The class of the highest logit of each row, over the pieces seen so far."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.logits = torch.full_like(labels, -torch.inf, dtype=torch.float32)
+        self.classes = torch.full_like(labels, -1)
+
+    def add(self, logits: Tensor, start: int) -> None:
+        highest, index = logits.max(-1)
+        self.classes = torch.where(highest > self.logits, index + start, self.classes)
+        self.logits = torch.maximum(self.logits, highest)
+
+
+def _pieces_of(head: nn.Linear, hidden: Tensor) -> Iterator[tuple[int, int]]:
+    """The first and last class of each piece of the vocabulary."""
+    width = max(LEAST_WIDTH, (CPU_PIECE if hidden.device.type == "cpu" else PIECE) // max(1, len(hidden)))
+    for start in range(0, head.out_features, width):
+        yield start, min(start + width, head.out_features)
+
+
+def _logits(model: nn.Module, head: nn.Linear, hidden: Tensor, start: int, stop: int) -> Tensor:
+    logits = F.linear(hidden, head.weight[start:stop], None if head.bias is None else head.bias[start:stop])
+    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)  # Gemma's, after the output layer
+    return (logits if cap is None else torch.tanh(logits / cap) * cap).float()
+
+
+def own_loss(name: str | None) -> Loss | None:
+    """The function that a setting names as module:function or file.py:function; None if it names a loss of ours."""
+    if name in (None, LABELS, DISTANCE):
+        return None
+    place, _, function = str(name).rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec and spec.loader
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise SettingError(f"There is no file {place} for the loss {name!r}.") from error
+    except Exception as error:  # it is the user's code, which may raise anything
+        raise SettingError(f"The loss {name!r} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    found: Any = getattr(module, function, None)
+    if not callable(found):
+        raise SettingError(f"The loss {name!r} names no function: {place} has none called {function}.")
+    own: Loss = found
+    return own
+
+
+# The distance from the dense model
+
+
+def reference_of(model: nn.Module, batch: Batch) -> Tensor:
+    """What a distance is measured from: the model's embeddings, its logits, or what enters its output layer."""
+    if TASKS[task_of(model)].embeds:
+        return embeddings(model, batch)
+    head = output_layer(model) if TASKS[task_of(model)].per_token else None
+    return outputs(model, batch).logits if head is None else _before(model, head, batch)
+
+
+def _distances(model: nn.Module, batch: Batch, *, best: bool) -> Rows:
+    """The distance of each row from its reference: 1 - cosine of embeddings, or the KL divergence of the distribution."""
+    task = TASKS[task_of(model)]
+    reference = batch[REFERENCE].to(device_of(model))
+    if task.embeds:
+        distances = 1 - F.cosine_similarity(embeddings(model, batch), reference, dim=-1)
+        return Rows(distances, torch.zeros(len(distances), dtype=torch.long, device=distances.device), None)
+    head = output_layer(model) if task.per_token else None
+    if head is not None:
+        return _divergence_by_pieces(model, head, batch, reference, best=best)
+    logits = outputs(model, batch).logits
+    expected, found = (x.flatten(0, -2).float() for x in (reference, logits))
+    real = real_positions(batch) if task.per_token else None
+    labels = expected.argmax(-1) if real is None else expected.argmax(-1).masked_fill(~real.to(expected.device), IGNORED)
+    losses = (expected.softmax(-1) * (expected.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
+    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, _highest(found, 1) if best else None)
+
+
+def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, reference: Tensor, *, best: bool) -> Rows:
+    """KL(p || q) = E_p[log p - log q] of each token, in one pass over the pieces of the vocabulary.
+
+    With a running maximum m of p's logits it sums exp(p - m) and exp(p - m) (p - q); log-sum-exps complete the rest.
+    """
+    hidden = _before(model, head, batch)
+    real = real_positions(batch)
+    counted = torch.ones(hidden.shape[:2].numel(), dtype=torch.bool) if real is None else real
+    counted = counted.to(hidden.device)
+    q_hidden, p_hidden = (x.flatten(0, 1)[counted] for x in (hidden, reference.to(hidden.dtype)))
+    rows = torch.zeros(len(q_hidden), dtype=torch.long, device=hidden.device)
+    highest = (_Highest(rows), _Highest(rows))
+    top = torch.full_like(rows, -torch.inf, dtype=torch.float32)
+    mass, gaps = torch.zeros_like(top), torch.zeros_like(top)
+    sums: list[Tensor] = []
+    for start, stop in _pieces_of(head, q_hidden):
+        p, q = (_logits(model, head, x, start, stop) for x in (p_hidden, q_hidden))
+        new_top = torch.maximum(top, p.amax(-1))
+        shrink, weights = (top - new_top).exp(), (p - new_top[:, None]).exp()
+        mass, gaps, top = mass * shrink + weights.sum(-1), gaps * shrink + (weights * (p - q)).sum(-1), new_top
+        sums.append(q.logsumexp(-1))
+        highest[0].add(p, start)
+        highest[1].add(q, start)
+    divergence = gaps / mass - (top + mass.log()) + torch.stack(sums).logsumexp(0)
+    losses = divergence.new_zeros(len(counted)).masked_scatter(counted, divergence)
+    labels = torch.full((len(counted),), IGNORED, device=hidden.device).masked_scatter(counted, highest[0].classes)
+    found = torch.full_like(labels, -1).masked_scatter(counted, highest[1].classes)
+    return Rows(losses, labels, found[:, None] if best else None)
+
+
+# Calling the model
+
+
+def outputs(model: nn.Module, batch: Batch) -> Any:
+    """What the model gives for a batch, with every entry that its forward takes; a tensor of logits also has that name."""
+    device, dtype = device_of(model), next(model.parameters()).dtype
+    names = _accepted(getattr(model.forward, "__func__", model.forward))
+    given = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in batch.items() if name not in OWN}
+    if names is not None and not names & given.keys():  # timm's models take the images alone
+        result = model(given["pixel_values"])
+        return _Logits(result) if isinstance(result, Tensor) else result
+    passed = {name: x for name, x in given.items() if names is None or name in names}
+    return model(**passed, **({"use_cache": False} if names and "use_cache" in names else {}))
+
+
+class _Logits(NamedTuple):
+    logits: Tensor
+
+
+@functools.cache
+def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that a model's forward takes; None if it takes any."""
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if takes_any and not {"input_ids", "pixel_values"} & parameters.keys() else frozenset(parameters)
+
+
+def predictions(model: nn.Module, batch: Batch) -> Tensor:
+    """The logits (rows, classes), or the embeddings (rows, width), of a batch with or without labels."""
+    try:
+        task = task_of(model)
+    except UnsupportedModel:
+        task = TEXT if batch["labels"].dim() == 2 else IMAGE
+    if TASKS[task].embeds:
+        return embeddings(model, batch)
+    logits: Tensor = outputs(model, batch).logits
+    return logits[:, :-1].flatten(0, 1) if task == TEXT else logits.flatten(0, -2)  # the token at t is predicted at t - 1
+
+
+def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits (rows, classes) and labels (rows,) of a batch with labels."""
+    logits = predictions(model, batch)
+    labels = batch["labels"] if batch["labels"].dim() < 2 else _row_labels(batch, shifted=_predicts_next(model))
+    return logits, labels.to(logits.device)
+
+
+def _row_labels(batch: Batch, *, shifted: bool) -> Tensor:
+    """The labels of the predicted tokens, one row each; those of padding do not count."""
+    labels, mask = batch["labels"], batch.get("attention_mask")
+    if mask is not None and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+    return (labels[:, 1:] if shifted else labels).flatten()
+
+
+def real_positions(batch: Batch) -> Tensor | None:
+    """Which positions of a batch of texts are not padding, one after another; None if all are real, or for images."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if mask is not None and mask.dim() == 2:
+        return mask.flatten() != 0
+    return (labels != IGNORED).flatten() if "input_ids" in batch and labels is not None and labels.dim() == 2 else None
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Whether a model of texts predicts the token after each position; else it says something of the token itself."""
+    try:
+        return task_of(model) not in (MASKED, TOKEN_CLASSES)
+    except UnsupportedModel:
+        return True
+
+
+def embeddings(model: nn.Module, batch: Batch) -> Tensor:
+    """The embedding of each text or image (rows, width), in float32.
+
+    An image's is the pooled output. A text's is the mean of its tokens, unless the model says otherwise in its attribute
+    `pooling`, which `load` sets from a sentence-transformers folder.
+    """
+    found = outputs(model, batch)
+    tokens: Tensor = found.last_hidden_state.float()
+    if "pixel_values" in batch:
+        pooled = getattr(found, "image_embeds", None)
+        pooled = getattr(found, "pooler_output", None) if pooled is None else pooled
+        return tokens[:, 0] if pooled is None else pooled.float().flatten(1)
+    mask = batch.get("attention_mask")
+    real = (torch.ones(tokens.shape[:2]) if mask is None else mask).to(tokens.device, tokens.dtype)
+    pooling = getattr(model, "pooling", "mean")
+    if pooling == "cls":
+        return tokens[:, 0]
+    if pooling == "lasttoken":
+        return tokens[torch.arange(len(tokens)), (real * torch.arange(1, tokens.shape[1] + 1, device=real.device)).argmax(1)]
+    if pooling == "max":
+        return tokens.masked_fill(real[..., None] == 0, -torch.inf).amax(1)
+    return (tokens * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+
+
+def _before(model: nn.Module, head: nn.Linear, batch: Batch) -> Tensor:
+    """What enters the output layer (batch, time, width), which itself does not run."""
     inputs: list[Tensor] = []
 
     def capture(x: Tensor) -> Tensor:
@@ -101,45 +371,8 @@ def _losses_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, *, best: 
         return x[..., :0]  # an empty tensor of logits, so that the model's forward can finish
 
     with standing_in(head, capture):
-        _, labels = predict(model, batch)
-    hidden = inputs[0][:, :-1].flatten(0, 1).to(head.weight.device)  # (rows, width of the model)
-    labels = labels.to(hidden.device)
-    n_rows, n_classes = len(hidden), head.out_features
-    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)  # Gemma's, after the output layer
-    width = max(LEAST_WIDTH, (CPU_PIECE if hidden.device.type == "cpu" else PIECE) // max(1, n_rows))
-    sums: list[Tensor] = []
-    label_logits = hidden.new_full((n_rows,), torch.nan, dtype=torch.float32)  # stays nan if the label is not a class
-    best_logits = hidden.new_full((n_rows,), -torch.inf, dtype=torch.float32)
-    best_classes = torch.full_like(labels, -1)
-    for start in range(0, n_classes, width):
-        stop = min(start + width, n_classes)
-        bias = None if head.bias is None else head.bias[start:stop]
-        logits = F.linear(hidden, head.weight[start:stop], bias)  # (rows, classes of the piece)
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        logits = logits.float()
-        sums.append(logits.logsumexp(-1))
-        in_piece = (labels >= start) & (labels < stop)
-        gathered = logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0]
-        label_logits = torch.where(in_piece, gathered, label_logits)
-        if best:
-            highest, index = logits.max(-1)
-            best_classes = torch.where(highest > best_logits, index + start, best_classes)
-            best_logits = torch.maximum(best_logits, highest)
-    losses = torch.stack(sums).logsumexp(0) - label_logits
-    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, best_classes[:, None] if best else None)
-
-
-def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The logits (rows, classes) and labels (rows,) of a batch."""
-    device = device_of(model)
-    labels = batch["labels"].to(device)
-    if "input_ids" in batch:
-        logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits[:, :-1]  # (batch, time - 1, vocabulary)
-        return logits.flatten(0, 1), labels[:, 1:].flatten()  # the token at t is predicted at t - 1
-    dtype = next(model.parameters()).dtype
-    output = model(batch["pixel_values"].to(device, dtype))
-    return output if isinstance(output, Tensor) else output.logits, labels
+        outputs(model, batch)
+    return inputs[0].to(head.weight.device)
 
 
 def output_layer(model: nn.Module) -> nn.Linear | None:

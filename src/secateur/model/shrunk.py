@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 INDEXED = "kv_indexed_"  # prefix of an attention implementation that first gives each head its K/V head
 CODE = "modeling_shrunk"  # the name of this file's copy beside the weights
-
+HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")  # the names that attention modules have for the width of a head
 
 LARGEST = 2**24  # counts in a layout must be smaller
 
@@ -103,11 +103,12 @@ def layout_of(model: Any) -> Layout | None:
     return Layout.from_json(fields) if isinstance(fields, dict) else None
 
 
-def describe(model: Any, layout: Layout, auto_class: str, words: dict[str, str]) -> None:
+def describe(model: Any, layout: Layout, classes: dict[str, str], words: dict[str, str]) -> None:
     """Write a layout into the config of a model that has its counts, so that the model is saved and loaded with them.
 
-    `words` maps "heads", "mlp_width" and, if the config has such a setting, "head_dim" to the config's names for them. Without
-    "mlp_width" (Swin, whose config counts stages) the stock field `per_layer_config` is left out.
+    `classes` are the Auto classes that know the model's type, each with the class that it loads. `words` maps "heads",
+    "mlp_width" and, if the config has such a setting, "head_dim" to the config's names for them. Without "mlp_width" (Swin,
+    whose config counts stages) the stock field `per_layer_config` is left out.
     """
     config = getattr(model, "config", None)
     if config is None:  # a timm model
@@ -116,7 +117,7 @@ def describe(model: Any, layout: Layout, auto_class: str, words: dict[str, str])
     own: Any = type(model)
     model.__class__ = shrunk_class(own)
     config.secateur = layout.to_json()
-    config.auto_map = {auto_class: f"{CODE}.{type(model).__name__}"}
+    config.auto_map = {auto: f"{CODE}.Shrunk{name}" for auto, name in classes.items()}
     if "head_dim" in words:
         setattr(config, words["head_dim"], layout.layers[0].head_dim)
     if "mlp_width" in words:
@@ -130,7 +131,7 @@ def _stock_settings(model: Any, layout: Layout, layer: LayerLayout, words: dict[
     counts: dict[str, Any] = {words["heads"]: layer.heads, words["mlp_width"]: layer.mlp_width}
     if hasattr(model.config, "num_key_value_heads"):
         counts["num_key_value_heads"] = layer.kv_heads
-    block = model.get_submodule(layer.block)
+    block = _block(model, layer.block)
     outs = {"attention": f"{layout.attention}.{layout.out}", "mlp": layout.mlp_out}
     sizes = {"attention": layer.heads, "mlp": layer.mlp_width}
     # A skipped part computes nothing. An empty part whose output projection has a bias still adds it: there the count is 0.
@@ -174,7 +175,7 @@ def __getattr__(name: str) -> Any:
 def fit(model: Any, layout: Layout) -> None:
     """Give the blocks of a model the counts of a layout: resize their parameters and set the counts that modules store."""
     for layer in layout.layers:
-        block = model.get_submodule(layer.block)
+        block = _block(model, layer.block)
         attention = block.get_submodule(layout.attention)
         inner, kv_inner = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
         qkv = [attention.get_submodule(path) for path in layout.qkv]
@@ -182,13 +183,24 @@ def fit(model: Any, layout: Layout) -> None:
         for module, size in zip(qkv, sizes, strict=True):
             _resize(module, outputs=size)
         _resize(attention.get_submodule(layout.out), inputs=inner)
-        for path in layout.mlp_in:
-            _resize(block.get_submodule(path), outputs=layer.mlp_width)
-        _resize(block.get_submodule(layout.mlp_out), inputs=layer.mlp_width)
+        mlp_out = block.get_submodule(layout.mlp_out)
+        for module in [block.get_submodule(path) for path in layout.mlp_in]:
+            packed = _sizes(module)[1] > _sizes(mlp_out)[0]  # gates and inputs are in one projection (ModernBERT)
+            _resize(module, outputs=(1 + packed) * layer.mlp_width)
+        _resize(mlp_out, inputs=layer.mlp_width)
         for name, table in bias_tables(attention):
             owner = attention.get_submodule(name.rpartition(".")[0])
             owner.relative_position_bias_table = _resized(table, (table.shape[0], layer.heads))
         _set_counts(attention, layer, layout.out)
+
+
+def _block(model: Any, name: str) -> Any:
+    """The block of this name in the model that was cut; that one may have had a head that this one lacks, or lacked one."""
+    inner, _, rest = name.partition(".")
+    if not hasattr(model, inner):
+        inner = getattr(model, "base_model_prefix", "")
+        name = f"{inner}.{name}" if inner and hasattr(model, inner) else rest
+    return model.get_submodule(name)
 
 
 def bias_tables(attention: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -196,19 +208,27 @@ def bias_tables(attention: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, table) for name, table in attention.named_parameters() if name.endswith("relative_position_bias_table")]
 
 
-def _set_counts(attention: Any, layer: LayerLayout, out: str) -> None:
+def counting(attention: Any) -> Any:
+    """The module that stores an attention's counts and computes with them: in BERT it is one inside the attention."""
+    inner = getattr(attention, "self", None)
+    return inner if isinstance(inner, nn.Module) else attention
+
+
+def _set_counts(whole: Any, layer: LayerLayout, out: str) -> None:
     """Set the counts that an attention module stores."""
-    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", layer.head_dim))
+    attention = counting(whole)
+    named = next((name for name in HEAD_DIMS if hasattr(attention, name)), "head_dim")
+    head_dim = getattr(attention, named, layer.head_dim)
     if head_dim != layer.head_dim:
         raise ValueError(f"the layout's heads are {layer.head_dim} wide, but the dense model's are {head_dim}")
     heads, kv_heads, index = layer.heads, layer.kv_heads, layer.kv_index
     inner = heads * layer.head_dim
-    counts = {"num_heads": heads, "num_attention_heads": heads, "split_size": inner, "attn_dim": inner}
+    counts = {"num_heads": heads, "num_attention_heads": heads, "n_heads": heads}
+    counts |= {"split_size": inner, "attn_dim": inner, "all_head_size": inner}
     for name, value in counts.items():
         if hasattr(attention, name):
             setattr(attention, name, value)
-    if not hasattr(attention, "head_size"):  # GPT-NeoX's name for it
-        attention.head_dim = layer.head_dim
+    setattr(attention, named, layer.head_dim)
     if hasattr(attention, "num_key_value_groups"):
         attention.kv_index = None if index is None else list(index)
         attention.num_key_value_groups = 1 if index or not kv_heads else heads // kv_heads
@@ -216,7 +236,7 @@ def _set_counts(attention: Any, layer: LayerLayout, out: str) -> None:
         config = config.config if isinstance(config, _IndexedConfig) else config
         attention.config = _IndexedConfig(config) if index else config
     if not heads and not isinstance(attention, _Emptied):
-        attention.out_name = out
+        attention.out_name = "" if attention is not whole else out  # BERT's inner module ends before the output projection
         _put_class_before(attention, _Emptied)
 
 
@@ -232,7 +252,8 @@ class _Emptied(_Combined):
     """An attention without heads: it gives the bias of its output projection."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        output = self.get_submodule(self.out_name)(hidden_states[..., :0])
+        nothing = hidden_states[..., :0]
+        output = self.get_submodule(self.out_name)(nothing) if self.out_name else nothing
         cache = options.get("past_key_values", options.get("layer_past"))
         if cache is not None:  # one number for each token, so that the cache knows its length
             token = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
@@ -286,8 +307,8 @@ def _indexed(implementation: str) -> Callable[..., Any]:
 
 def _resize(module: Any, *, inputs: int | None = None, outputs: int | None = None) -> None:
     """Give a projection other numbers of inputs and outputs; resized parameters get new values."""
-    transposed = hasattr(module, "nf")  # transformers' Conv1D keeps its weight as (inputs, outputs)
-    old_inputs, old_outputs = module.weight.shape if transposed else module.weight.shape[::-1]
+    transposed = hasattr(module, "nf")
+    old_inputs, old_outputs = _sizes(module)
     inputs, outputs = old_inputs if inputs is None else inputs, old_outputs if outputs is None else outputs
     if inputs > old_inputs or outputs > old_outputs:
         raise ValueError(
@@ -302,6 +323,12 @@ def _resize(module: Any, *, inputs: int | None = None, outputs: int | None = Non
             _put_class_before(module, _EmptiedConv1D)
     else:
         module.in_features, module.out_features = inputs, outputs
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """How many inputs and outputs a projection has."""
+    shape = module.weight.shape if hasattr(module, "nf") else module.weight.shape[::-1]  # Conv1D keeps (inputs, outputs)
+    return shape[0], shape[1]
 
 
 def _resized(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:

@@ -39,12 +39,13 @@ def choose_units(
     watcher.stage("choosing units")
     batches = calibration[: settings.score_batches]
     if not settings.row.policy:
-        scores = unit_scores(settings.method, opened.model, units, batches=batches, seed=settings.seed)
+        scores = unit_scores(settings.method, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
         chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
     else:
         meter = DamageMeter(
             opened.model,
             calibration,
+            loss=opened.loss,
             batches_per_pull=settings.batches_per_pull,
             batches_per_step=settings.batches_per_step,
             cache_memory=machine.cache_memory,
@@ -54,7 +55,7 @@ def choose_units(
         )
         screen = None
         if settings.screening:
-            scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, seed=settings.seed)
+            scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
             screen = Screen(scores, settings.screen or len(units))
         chosen = select(
             meter,

@@ -18,7 +18,7 @@ from torch import nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.model.families import anatomy
-from secateur.model.losses import Batch, batch_loss, device_of, part_losses
+from secateur.model.losses import Batch, Loss, batch_loss, device_of, part_losses
 from secateur.model.zeroing import zeroed_in_parts
 from secateur.search.lanes import Lane, Lanes
 from secateur.search.prefixes import Prefixes
@@ -34,7 +34,9 @@ class DamageMeter:
     `cache_memory` is the number of bytes for kept block outputs, by default half of the free memory. With `batches_per_step`
     the pulls between two commits share that many batches, drawn anew after each commit; None draws from all batches. `stack`
     is the number of masked runs per forward pass. `lanes` is the number of runs side by side, each with its share of the
-    threads, by default 2 on a CPU with at least 2 threads.
+    threads, by default 2 on a CPU with at least 2 threads. `loss` is a function of your own, loss(model, batch), that gives the
+    mean loss of a batch or the loss of each row; without one the batch's labels decide (model/losses.py). The batches are
+    dictionaries of tensors from any iterable.
 
     >>> meter = DamageMeter(model, batches, batches_per_pull=2, seed=42)
     >>> meter.damage(Unit("head", 0, 3))
@@ -43,8 +45,9 @@ class DamageMeter:
     def __init__(
         self,
         model: nn.Module,
-        batches: Sequence[Batch],
+        batches: Iterable[Batch],
         *,
+        loss: Loss | None = None,
         batches_per_pull: int = 2,
         batches_per_step: int | None = None,
         cache_memory: int | None = None,
@@ -52,6 +55,7 @@ class DamageMeter:
         lanes: int | None = None,
         seed: int = 42,
     ) -> None:
+        batches = batches if isinstance(batches, Sequence) else list(batches)
         self.batches_per_step = batches_per_step or len(batches)
         if not 1 <= self.batches_per_step <= len(batches):
             raise SettingError(
@@ -66,6 +70,7 @@ class DamageMeter:
                 raise SettingError(f"The {name} {value}, but must be at least 1.")
         self.model = model
         self.batches = batches
+        self.loss = loss
         self.batches_per_pull = batches_per_pull
         self.stack = stack
         self._lanes = Lanes(model, default_lanes(model) if lanes is None else lanes)
@@ -162,7 +167,7 @@ class DamageMeter:
 
     def _base_loss(self, lane: Lane, i: int) -> float:
         with self._prefixes.recorded(lane.layers, i, self._kinds):
-            loss = float(batch_loss(lane.model, self.batches[i]))
+            loss = float(batch_loss(lane.model, self.batches[i], self.loss))
         if not self.committed and not math.isfinite(loss):
             raise ModelError(
                 f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
@@ -187,7 +192,7 @@ class DamageMeter:
         joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
         masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])
         with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
-            return [float(loss) for loss in part_losses(lane.model, joined, len(run)).tolist()]
+            return [float(loss) for loss in part_losses(lane.model, joined, len(run), self.loss).tolist()]
 
 
 def free_memory(device: torch.device) -> int:

@@ -195,9 +195,10 @@ def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: st
     stack.enter_context(standing_in(layer.attention, attend))
     if kind == HEAD:
         return
+    width = (1 + layer.mlp_packed) * layer.mlp_width
     for projection in layer.mlp_in:
         # Any values of the right shape: the output projection gets the kept input.
-        stack.enter_context(standing_in(projection, lambda x: x.new_zeros(1).expand(*x.shape[:-1], layer.mlp_width)))
+        stack.enter_context(standing_in(projection, lambda x: x.new_zeros(1).expand(*x.shape[:-1], width)))
     hook = layer.mlp_out.register_forward_pre_hook(lambda module, args: (entering, *args[1:]), prepend=True)
     stack.callback(hook.remove)
 

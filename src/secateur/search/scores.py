@@ -8,20 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import SettingError, not_one_of
-from secateur.methods import METHODS, scoring
-from secateur.model.families import Layer, Slice, anatomy, layer_of
-from secateur.model.losses import IGNORED, Batch, batch_loss, evaluating
+from secateur.methods import GRADIENTS, METHODS, scoring
+from secateur.model.families import Layer, Slice, anatomy, layer_of, task_of
+from secateur.model.losses import (
+    IGNORED,
+    REFERENCE,
+    Batch,
+    Loss,
+    batch_loss,
+    evaluating,
+    outputs,
+    predictions,
+    real_positions,
+)
 from secateur.streams import SCORES, stream
+from secateur.tasks import TASKS, TEXT
 from secateur.units import Unit
 
 
 def unit_scores(
-    method: str, model: nn.Module, units: Sequence[Unit], *, batches: Sequence[Batch] = (), seed: int = 42
+    method: str,
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    batches: Sequence[Batch] = (),
+    loss: Loss | None = None,
+    seed: int = 42,
 ) -> dict[Unit, float]:
-    """The score of every unit by a static method of METHODS.
+    """The score of every unit by a static method of METHODS; gradients are of the batches' loss, or of one of the user's own.
 
     >>> scores = unit_scores("taylor", model, candidate_units(model), batches=calibration)
     """
@@ -29,7 +47,8 @@ def unit_scores(
         raise not_one_of("static method", method, scoring())
     if METHODS[method].needs_batches and not batches:
         raise SettingError(f"The method {method} needs calibration batches.")
-    scores: dict[Unit, float] = METHODS[method].scorer()(model, units, batches, seed)
+    own = {"loss": loss} if loss and METHODS[method].needs == GRADIENTS else {}
+    scores: dict[Unit, float] = METHODS[method].scorer()(model, units, batches, seed, **own)
     return scores
 
 
@@ -68,15 +87,19 @@ def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
     return _per_unit(model, units, score)
 
 
-def taylor_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
+def taylor_scores(
+    model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42, loss: Loss | None = None
+) -> dict[Unit, float]:
     """The absolute sum of weight times gradient: the first-order change of the loss (Eq. 35)."""
-    gradients = _gradients(model, units, batches)
+    gradients = _gradients(model, units, batches, loss)
     return _per_unit(model, units, lambda slices: abs(sum(_total(_times_gradient(s, gradients)) for s in slices)))
 
 
-def fisher_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
+def fisher_scores(
+    model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42, loss: Loss | None = None
+) -> dict[Unit, float]:
     """The sum of squares of weight times gradient (Eq. 36)."""
-    gradients = _gradients(model, units, batches)
+    gradients = _gradients(model, units, batches, loss)
     return _per_unit(model, units, lambda slices: sum(_total(_times_gradient(s, gradients) ** 2) for s in slices))
 
 
@@ -95,15 +118,17 @@ def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
     try:
         with torch.inference_mode(), evaluating(model):
             for batch in batches:
-                real = (batch["labels"] != IGNORED).flatten() if "input_ids" in batch else None
-                batch_loss(model, batch)
+                real = real_positions(batch)
+                outputs(model, batch)
     finally:
         for handle in handles:
             handle.remove()
     return {module: value.sqrt() for module, value in squares.items()}
 
 
-def _gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[int, Tensor]:
+def _gradients(
+    model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], loss: Loss | None = None
+) -> dict[int, Tensor]:
     """The gradient of the mean calibration loss in every parameter that the units touch, by the parameter's id.
 
     The model stays as it was: no `.grad` is written and `requires_grad` is restored.
@@ -117,12 +142,29 @@ def _gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]
             parameter.requires_grad_(True)
         with torch.enable_grad(), evaluating(model):
             for batch in batches:
-                for total, gradient in zip(sums, torch.autograd.grad(batch_loss(model, batch), parameters), strict=True):
+                value = batch_loss(model, batch, loss) if loss or REFERENCE not in batch else _own_answers_loss(model, batch)
+                for total, gradient in zip(sums, torch.autograd.grad(value, parameters), strict=True):
                     total += gradient / len(batches)
     finally:
         for touched, flag in required:
             touched.requires_grad_(flag)
     return {id(parameter): total for parameter, total in zip(parameters, sums, strict=True)}
+
+
+def _own_answers_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss for gradients without labels: the distance from the dense model is 0 there, and so is its gradient.
+
+    A classifier gets its own best classes as labels. An embedding is projected onto a random direction: the expected square of
+    that gradient is the diagonal of the Gauss-Newton matrix, which is what Fisher stands for.
+    """
+    found = predictions(model, batch).float()
+    if not TASKS[task_of(model)].embeds:
+        real = real_positions(batch) if TASKS[task_of(model)].per_token and task_of(model) != TEXT else None
+        labels = found.detach().argmax(-1)
+        labels = labels if real is None else labels.masked_fill(~real.to(labels.device), IGNORED)
+        return F.cross_entropy(found, labels, ignore_index=IGNORED)
+    signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    return (F.normalize(found, dim=-1) * signs.to(found.device)).sum(-1).mean()
 
 
 def _times_gradient(s: Slice, gradients: Mapping[int, Tensor]) -> Tensor:
