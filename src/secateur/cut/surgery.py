@@ -223,9 +223,9 @@ def _refusal(model: Any, settings: dict[str, Any], cuts: Sequence[Cut]) -> str |
     if not hasattr(model, "config"):
         return None  # a timm model is rebuilt when it is saved
     config = copy.deepcopy(model.config)
-    for name, value in settings.items():
-        setattr(config, name, value)
     try:
+        for name, value in settings.items():
+            setattr(config, name, value)
         config.validate()
         with torch.device("meta"):
             stock = type(model)(config)

@@ -47,16 +47,22 @@ def image_batches(
     order = stream(seed, DATA).permutation(len(labelled))[:limit]
     chosen = [labelled[i] for i in order]
     rows = tuple(_digest_image(path) for path, _ in chosen)
-    items = _ImageItems([chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)], preprocess, keep)
+    items = ImageItems([chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)], preprocess, keep)
     return Batches(items, Source(folder, split, (), rows))
 
 
 @dataclass(frozen=True)
-class _ImageItems(Sequence[Batch]):
+class ImageItems(Sequence[Batch]):
+    """Batches of images, read when they are needed."""
+
     groups: list[list[tuple[Path, int | None]]]
     preprocess: Callable[[list[Any]], Tensor]
     keep: bool
     kept: dict[int, Batch] = field(default_factory=dict)
+
+    @property
+    def labelled(self) -> bool:
+        return self.groups[0][0][1] is not None
 
     def __len__(self) -> int:
         return len(self.groups)

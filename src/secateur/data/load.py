@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from secateur.data.batches import Batches
 from secateur.data.examples import example_batches, masked_batches
-from secateur.data.images import image_batches
+from secateur.data.images import ImageItems, image_batches
 from secateur.data.texts import text_batches
 from secateur.errors import DataError, ModelError, SettingError
 from secateur.model.families import context_of, task_of
@@ -32,7 +32,7 @@ def load_batches(
     limit = min(size, most * batch_size) if most else size
     read = _read_texts if TASKS[task_of(model)].inputs == TEXT else _read_images
     batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep)
-    labelled = "labels" in batches[0]
+    labelled = has_labels(batches)
     if settings.loss == LABELS and not labelled:
         raise DataError(f"The data {name!r} ({split}) have no labels for a model for {task_of(model)}; use --loss distance.")
     own = settings.loss not in (None, LABELS, DISTANCE)
@@ -74,6 +74,11 @@ def _read_images(
         seed=settings.seed,
         keep=keep or split == "train",
     )
+
+
+def has_labels(batches: Batches) -> bool:
+    items = batches.items
+    return items.labelled if isinstance(items, ImageItems) else "labels" in items[0]
 
 
 def _wants_labels(settings: Settings, split: str) -> bool:

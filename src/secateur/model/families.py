@@ -297,11 +297,11 @@ def task_of(model: nn.Module) -> str:
     usual = FAMILIES[family].task
     if family.startswith("timm/"):
         return usual
-    name = type(model).__name__.removeprefix("Shrunk")
-    task = task_of_class(family, name)
+    names = [kind.__name__ for kind in type(model).__mro__]  # a subclass does what its class does
+    task = next((task for name in names if (task := task_of_class(family, name))), None)
     if task is None:
         raise UnsupportedModel(
-            f"{name} is a {family} model with a head that Secateur has no loss for; in Python, pass it to DamageMeter with a "
+            f"{names[0]} is a {family} model with a head that Secateur has no loss for; in Python, pass it to DamageMeter with a "
             f"loss of your own, or load it with one of {', '.join(classes_of(family))}."
         )
     return task

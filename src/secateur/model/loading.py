@@ -222,7 +222,7 @@ def sentence_modules(name: str) -> list[tuple[str, str]]:
     try:
         listed = json.loads((Path(name) / "modules.json").read_text(encoding="utf-8"))
         modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"The modules.json in {name} is not one of sentence-transformers: {first_line(error)}") from error

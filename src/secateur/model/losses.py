@@ -278,9 +278,10 @@ def outputs(model: nn.Module, batch: Batch) -> Any:
     given = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in batch.items() if name not in OWN}
     if names is not None and not names & given.keys():  # timm's models take the images alone
         result = model(given["pixel_values"])
-        return _Logits(result) if isinstance(result, Tensor) else result
-    passed = {name: x for name, x in given.items() if names is None or name in names}
-    return model(**passed, **({"use_cache": False} if names and "use_cache" in names else {}))
+    else:
+        passed = {name: x for name, x in given.items() if names is None or name in names}
+        result = model(**passed, **({"use_cache": False} if names and "use_cache" in names else {}))
+    return _Logits(result) if isinstance(result, Tensor) else result
 
 
 class _Logits(NamedTuple):
