@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 INDEXED = "kv_indexed_"  # prefix of an attention implementation that first gives each head its K/V head
 CODE = "modeling_shrunk"  # the name of this file's copy beside the weights
+# The name of an empty tensor among the weights. A loader without this code lists it with the shapes that do not fit.
+HINT = "PASS trust_remote_code=True TO from_pretrained: the layers of this model differ"
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")  # the names that attention modules have for the width of a head
 
 LARGEST = 2**24  # counts in a layout must be smaller
@@ -142,6 +145,8 @@ def _stock_settings(model: Any, layout: Layout, layer: LayerLayout, words: dict[
 class Shrunk:
     """A mixin that makes a transformers model class build and save the shrunk form."""
 
+    _keys_to_ignore_on_load_unexpected = (re.escape(HINT),)  # replaced in each class by its base's and this one
+
     def __init__(self: Any, config: Any, *args: Any, **options: Any) -> None:
         per_layer = config.to_dict().get("per_layer_config")
         config.per_layer_config = None  # so that the class reads the dense counts without a warning for each
@@ -150,6 +155,8 @@ class Shrunk:
         fit(self, Layout.from_json(config.secateur))
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        state = options.pop("state_dict", None)
+        options["state_dict"] = {**(self.state_dict() if state is None else state), HINT: torch.zeros(0)}
         result = super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
         code_file = os.path.join(save_directory, f"{CODE}.py")
         if not (os.path.exists(code_file) and os.path.samefile(__file__, code_file)):
@@ -160,7 +167,11 @@ class Shrunk:
 @functools.cache
 def shrunk_class(base: Any) -> Any:
     """The shrunk form of a transformers model class."""
-    return base if issubclass(base, Shrunk) else type(f"Shrunk{base.__name__}", (Shrunk, base), {"__module__": __name__})
+    if issubclass(base, Shrunk):
+        return base
+    ignored = [*(base._keys_to_ignore_on_load_unexpected or ()), *Shrunk._keys_to_ignore_on_load_unexpected]
+    fields = {"__module__": __name__, "_keys_to_ignore_on_load_unexpected": ignored}
+    return type(f"Shrunk{base.__name__}", (Shrunk, base), fields)
 
 
 def __getattr__(name: str) -> Any:
