@@ -59,14 +59,14 @@ class Bars(Watcher):
         self._progress.update(
             self._task,
             description=f"step {progress.step + 1}/{progress.n_steps} pull {progress.pull}/{progress.budget} "
-            f"best {progress.best} (reward {progress.best_reward:.3f})",
+            f"best {progress.best} (damage {progress.best_damage:+.4f})",
             total=progress.n_steps * progress.budget,
             completed=progress.step * progress.budget + progress.pull,
         )
 
-    def chosen(self, step: Step, n_steps: int) -> None:
+    def chosen(self, step: Step, n_steps: int, damage: float) -> None:
         if not stderr.is_terminal and not self._replaying:
-            stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (reward {step.mean_reward:.3f})")
+            stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (damage {damage:+.4f})")
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         self._progress.update(self._task, total=n_batches, completed=batch)
