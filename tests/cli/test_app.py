@@ -113,6 +113,46 @@ def test_a_command_that_lacks_something_is_one_sentence(arguments: list[str], ru
     check_refused(run(*arguments))
 
 
+# Without tensors
+
+WATCHED = """
+import sys
+from secateur.cli.app import main
+sys.argv = ["secateur", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = [name for name in ("torch", "transformers", "pandas", "matplotlib", "scipy") if name in sys.modules]
+    print("HEAVY", heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("prune --help", 0),
+        ("tables --help", 0),
+        ("prune x --ratio 2 -o y", 2),
+        ("prune x --nosuch 1", 2),
+        ("prune x --config nosuch.toml -o y", 2),
+        ("select x --calibration nosuch -o y.json", 2),
+        ("evaluate x --selection nosuch.json", 2),
+        ("shrink x --selection nosuch.json -o y", 2),
+        ("tables nosuch", 2),
+        ("compare nosuch", 2),
+    ],
+)
+def test_help_and_what_needs_no_model_come_without_tensors(command: str, code: int, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WATCHED, *command.split()], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert ran.returncode == code, ran.stderr
+    assert ran.stderr.splitlines()[-1] == "HEAVY []"
+    assert list(tmp_path.iterdir()) == []
+
+
 # Processes
 
 SLOW = ["--pulls-per-step", 4000, "--batches-per-pull", 1]  # 12000 pulls
