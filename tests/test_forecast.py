@@ -55,6 +55,7 @@ def test_the_settings_are_those_that_apply_with_the_defaults_of_task_and_machine
     assert forecast.settings["batches_per_step"] == forecast.calibration_batches
     assert isinstance(forecast.settings["cache_memory"], int) and forecast.settings["lanes"] in (1, 2)
     assert forecast.settings["data"] == forecast.settings["calibration"] == str(world.of(task)[1])
+    assert not forecast.settings.keys() & {"measure", "group_width"} and ("seq_len" in forecast.settings) == (task == "text")
     scored = foretold(world, task=task, method="magnitude").settings
     assert not scored.keys() & {"pulls_per_step", "ucb_c", "pool_size", "screen", "lanes"}
 
@@ -74,6 +75,7 @@ def test_what_comes_on_top_is_named(world: World, tmp_path: Path) -> None:
     assert foretold(world).more == ()
     cut = foretold(world, out=tmp_path / "out", **CUT | {"repair": "bias", "measure": True})
     assert cut.more == ("cutting", "proving", "repairing", "measuring dense against small")
+    assert (cut.settings["repair"], cut.settings["measure"]) == ("bias", True)
     assert not (tmp_path / "out").exists()
 
 

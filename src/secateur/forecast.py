@@ -26,7 +26,7 @@ from secateur.selection import Pull
 from secateur.settings import NONE, Cutting, Job, Judging, Machine, Settings, keywords, make_job
 from secateur.steps import calibration_of, evaluation_of, open_job
 from secateur.streams import BATCHES, stream
-from secateur.units import Unit, n_selected
+from secateur.units import MLP, TARGETS, Unit, n_selected
 from secateur.watcher import Watcher
 
 Value = str | int | float | bool | None
@@ -109,7 +109,7 @@ def forecast_of(
         forwards=runs.forwards,
         seconds=seconds,
         more=tuple(more),
-        settings=_applying(opened, job, len(calibration), pool, judged=judged),
+        settings=_applying(opened, job, len(calibration), pool, judged=judged, cuts=cuts),
     )
 
 
@@ -266,13 +266,17 @@ def _batch_seconds(opened: Opened, evaluation: Batches) -> float:
 # Settings
 
 
-def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, judged: bool) -> dict[str, Value]:
+def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, judged: bool, cuts: bool) -> dict[str, Value]:
     """The settings that this job reads, with what the task and the machine decide in place of None."""
-    groups = (Settings, Judging, Cutting, Machine) if judged else (Settings, Machine)
+    groups = {Settings, Machine, *([Judging] if judged else []), *([Cutting] if cuts else [])}
     parts = dict(zip((Settings, Judging, Cutting, Machine), job, strict=True))
     left_out = job.settings.unused() | ({"ratio"} if job.settings.keep else set())
     if not job.settings.row.policy:
         left_out |= {"screen", "lanes", "cache_memory"}
+    if MLP not in TARGETS[job.settings.target]:
+        left_out |= {"group_width"}
+    if task_of(opened.model) != "text":
+        left_out |= {"seq_len"}
     here: dict[str, Value] = {
         "device": opened.device,
         "batches_per_step": job.settings.batches_per_step or n_batches,

@@ -100,6 +100,22 @@ def test_each_default_that_is_left_to_the_task_is_in_the_help_of_prune(run: Run,
             assert re.search(rf"\b{value}\b" if value else r"\b0\b|\ball\b", found[0]), line
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_of_prune_shows_the_default_of_every_setting_that_has_one(
+    columns: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    entries = re.split(r"^\W*--", run("prune", "--help").out, flags=re.MULTILINE)[1:]
+    shown = {re.split(r"\s", entry, maxsplit=1)[0].replace("-", "_"): words(entry) for entry in entries}
+    without = {"keep_params", "keep_flops", "keep_latency", "trust_remote_code"}  # goals are not set, flags are off
+    for name, (_, field) in keywords().items():
+        if name in without or field.metadata.get("hidden"):
+            continue
+        assert "[default:" in shown[name], name
+        if field.default is not None and field.default is not True:
+            assert f"[default:{field.default}]" in shown[name]
+
+
 def test_prune_has_an_option_for_every_setting() -> None:
     options = set(options_of("prune"))
     hidden = [name for name, (_, field) in keywords().items() if field.metadata.get("hidden")]
