@@ -13,7 +13,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "secateur"
 MODULES = sorted(".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py"))
 FOLDERS = sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists())
 
-PLAIN = {"errors", "units", "streams", "settings", "methods", "selection", "judgement", "watcher"}  # plain data and words
+PLAIN = {
+    "errors",
+    "units",
+    "streams",
+    "settings",
+    "methods",
+    "selection",
+    "judgement",
+    "watcher",
+    "checks",
+}  # plain data and words
 EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of them, and no other
     "plain": {"files", "search"},  # of search only the policies, which methods.py lists
     "files": {"plain"},
@@ -42,7 +52,7 @@ def room_of(module: str) -> str:
     first = module.partition(".")[0]
     if first in PLAIN:
         return "plain"
-    return {"steps": "job", "prune": "job", "__init__": "secateur", "__main__": "cli"}.get(first, first)
+    return {"steps": "job", "prune": "job", "forecast": "job", "__init__": "secateur", "__main__": "cli"}.get(first, first)
 
 
 def import_statements(tree: ast.AST, *, top_level: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -65,9 +75,14 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def imported_names(module: str, *, top_level: bool = False) -> set[str]:
-    """Dotted names that a module imports; `from a import b` counts as `a.b`."""
+    """Dotted names that a module imports; `from a import b` counts as `a.b`.
+
+    The package shows its public names to a type checker and imports each when it is first used: there these lines count.
+    """
     names: set[str] = set()
-    for statement in import_statements(without_type_checking(read(module)), top_level=top_level):
+    lazy = module == "__init__" and not top_level
+    tree = read(module) if lazy else without_type_checking(read(module))
+    for statement in import_statements(tree, top_level=top_level):
         if isinstance(statement, ast.Import):
             names |= {alias.name for alias in statement.names}
         else:

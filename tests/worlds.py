@@ -113,6 +113,7 @@ class Listener(Watcher):
         self.said: list[str] = []
         self.pulls: list[Progress] = []
         self.steps: list[Step] = []
+        self.damages: list[float] = []
         self.evaluations: list[tuple[int, int]] = []
 
     def stage(self, name: str) -> None:
@@ -124,8 +125,9 @@ class Listener(Watcher):
     def pull(self, progress: Progress) -> None:
         self.pulls.append(progress)
 
-    def chosen(self, step: Step, n_steps: int) -> None:
+    def chosen(self, step: Step, n_steps: int, damage: float) -> None:
         self.steps.append(step)
+        self.damages.append(damage)
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         self.evaluations.append((batch, n_batches))
@@ -146,7 +148,7 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 
 PROGRESS = re.compile(
     r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
-    r"|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
+    r"|step \d+/\d+: (head|mlp) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
 )
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from secateur.checks import check_prune
 from secateur.cut.checkpoint import check_cut, check_cut_place
 from secateur.cut.record import CutRecord
 from secateur.data.batches import Batches, check_apart
-from secateur.errors import OutputError, SettingError
+from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
-from secateur.files.places import check_folder
 from secateur.judgement import JudgedOn, PruneRecord
 from secateur.measure.judge import judge_apart
 from secateur.model.families import candidate_units
@@ -46,15 +46,10 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     """
     watcher, folder = watcher or Watcher(), Path(out) if out is not None else None
     job = make_job(model, **settings)
+    check_prune(job, folder)
     cuts = folder is not None and job.settings.layout != NONE
-    if folder:
-        check_folder(folder)
     if folder and cuts:
         check_cut_place(folder, followed_by="selection.json")
-    if job.cutting.repair and not cuts:
-        raise SettingError(
-            "There is nothing to repair: no smaller model is written without a place for it, or with --layout none."
-        )
     opened, job = open_job(job, watcher)
     calibration, evaluation = calibration_of(opened, job.settings, watcher), evaluation_of(opened, job)
     check_apart(calibration.source, evaluation.source)

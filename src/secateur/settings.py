@@ -29,6 +29,7 @@ from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
 SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, MACHINE)
 BUILTIN = "builtin"  # the text that every Python carries
+KNOWN_DATA = (BUILTIN, "wikitext2", "lambada")
 FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing, and as a screen keeps everything
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
@@ -254,8 +255,8 @@ class Settings(_Checked):
         if len(self._goals()) > 1:
             raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
 
-    def without_unused(self) -> Settings:
-        """The same with settings that the method does not read at their defaults, so that they make no second run in a grid."""
+    def unused(self) -> set[str]:
+        """The names of settings that the method does not read."""
         unused = {name for row in METHODS.values() for name in row.settings} - set(self.row.settings)
         if not self.row.policy:
             unused |= {"pulls_per_step", "batches_per_pull", "batches_per_step", "stack", "temperature"}
@@ -263,6 +264,11 @@ class Settings(_Checked):
             unused |= {"screen_by"}
         if not self.scores_batches:
             unused |= {"score_batches"}
+        return unused
+
+    def without_unused(self) -> Settings:
+        """The same with settings that the method does not read at their defaults, so that they make no second run in a grid."""
+        unused = self.unused()
         defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings) if field.name in unused}
         return replace(self, **defaults, screen=self.screen if self.screening else 0)
 

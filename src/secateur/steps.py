@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from secateur.checks import check_evaluate, check_select, check_shrink, shared_settings
 from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
@@ -21,10 +22,10 @@ from secateur.cut.costs import goal_of
 from secateur.cut.record import CutRecord, read_record
 from secateur.data.batches import Batches
 from secateur.data.load import load_batches
-from secateur.errors import OutputError, SelectionError, not_one_of
+from secateur.errors import OutputError, SelectionError
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
-from secateur.files.places import check_file, check_folder, check_record_file
+from secateur.files.places import check_record_file
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
@@ -37,7 +38,7 @@ from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
 from secateur.selection import Reached, Selection
-from secateur.settings import FREE, LATENCY, LAYOUTS, Cutting, Job, Machine, Provenance, Settings, make_job
+from secateur.settings import FREE, LATENCY, Cutting, Job, Machine, Provenance, Settings, make_job
 from secateur.units import Unit
 from secateur.watcher import Watcher
 
@@ -116,7 +117,7 @@ def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settin
     """
     watcher = watcher or Watcher()
     job = make_job(model, **settings)
-    check_file(out, "selection.json")
+    check_select(job, out)
     opened, job = open_job(job, watcher)
     calibration = calibration_of(opened, job.settings, watcher)
     made_with = provenance(opened, job.settings, calibration)
@@ -192,6 +193,7 @@ def evaluate_on(
     watcher = watcher or Watcher()
     chosen = Selection.load(selection) if selection else None
     job = make_job(model, **settings)
+    check_evaluate(job, out)
     data = job.judging.data or job.settings.calibration
     about: dict[str, Any] = {"model": model, "selection": str(selection) if selection else None, "data": data}
     if out:
@@ -285,12 +287,8 @@ def shrink_to(
     >>> shrink_to("gpt2", Path("sel.json"), Path("small"), repair="auto")
     """
     watcher, chosen = watcher or Watcher(), Selection.load(selection)
-    known = chosen.made_with.settings if chosen.made_with else Settings(model)
-    shared = {name: getattr(known, name) for name in ("calibration", "seq_len", "batch_size", "seed")}
-    job = make_job(model, **shared | settings)
-    if layout not in LAYOUTS:
-        raise not_one_of("layout", layout, LAYOUTS)
-    check_folder(out)
+    job = make_job(model, **shared_settings(chosen) | settings)
+    check_shrink(job, out, layout)
     check_cut_place(out)
     opened, job = open_job(job, watcher)
     check_selection(opened, chosen)

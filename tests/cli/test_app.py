@@ -100,6 +100,22 @@ def test_each_default_that_is_left_to_the_task_is_in_the_help_of_prune(run: Run,
             assert re.search(rf"\b{value}\b" if value else r"\b0\b|\ball\b", found[0]), line
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_of_prune_shows_the_default_of_every_setting_that_has_one(
+    columns: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    entries = re.split(r"^\W*--", run("prune", "--help").out, flags=re.MULTILINE)[1:]
+    shown = {re.split(r"\s", entry, maxsplit=1)[0].replace("-", "_"): words(entry) for entry in entries}
+    without = {"keep_params", "keep_flops", "keep_latency", "trust_remote_code"}  # goals are not set, flags are off
+    for name, (_, field) in keywords().items():
+        if name in without or field.metadata.get("hidden"):
+            continue
+        assert "[default:" in shown[name], name
+        if field.default is not None and field.default is not True:
+            assert f"[default:{field.default}]" in shown[name]
+
+
 def test_prune_has_an_option_for_every_setting() -> None:
     options = set(options_of("prune"))
     hidden = [name for name, (_, field) in keywords().items() if field.metadata.get("hidden")]
@@ -111,6 +127,46 @@ def test_prune_has_an_option_for_every_setting() -> None:
 @pytest.mark.parametrize("arguments", [["prune"], ["prune", "gpt2"], ["prun"], ["units", "gpt2", "more"]], ids=" ".join)
 def test_a_command_that_lacks_something_is_one_sentence(arguments: list[str], run: Run) -> None:
     check_refused(run(*arguments))
+
+
+# Without tensors
+
+WATCHED = """
+import sys
+from secateur.cli.app import main
+sys.argv = ["secateur", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = [name for name in ("torch", "transformers", "pandas", "matplotlib", "scipy") if name in sys.modules]
+    print("HEAVY", heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("prune --help", 0),
+        ("tables --help", 0),
+        ("prune x --ratio 2 -o y", 2),
+        ("prune x --nosuch 1", 2),
+        ("prune x --config nosuch.toml -o y", 2),
+        ("select x --calibration nosuch -o y.json", 2),
+        ("evaluate x --selection nosuch.json", 2),
+        ("shrink x --selection nosuch.json -o y", 2),
+        ("tables nosuch", 2),
+        ("compare nosuch", 2),
+    ],
+)
+def test_help_and_what_needs_no_model_come_without_tensors(command: str, code: int, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WATCHED, *command.split()], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert ran.returncode == code, ran.stderr
+    assert ran.stderr.splitlines()[-1] == "HEAVY []"
+    assert list(tmp_path.iterdir()) == []
 
 
 # Processes

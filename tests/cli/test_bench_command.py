@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from secateur.cli import commands
+from secateur.measure import bench as measured_bench
 from tiny import FAMILIES_TINY, randomised
 from worlds import Run, World, check_refused, contents
 
@@ -84,7 +84,7 @@ def test_bench_without_a_file_writes_none_and_takes_the_shape_of_a_folder(
 def test_bench_alone_measures_the_models_it_names_in_its_help(
     roomy: dict[str, Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "DEFAULT_MODELS", (str(roomy["image"]), str(roomy["text"])))
+    monkeypatch.setattr(measured_bench, "DEFAULT_MODELS", (str(roomy["image"]), str(roomy["text"])))
     rows = bench(run, tmp_path / "bench.json", "--pulls", 1)
     assert [row["name"] for row in rows] == ["image-model head", "text-model head"]
 

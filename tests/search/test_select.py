@@ -291,8 +291,19 @@ def test_progress_tells_of_every_pull_and_of_the_best_unit_so_far() -> None:
     for i, p in enumerate(told):
         so_far = [pull for pull in selection.trace[: i + 1] if pull.step == p.step]
         assert p.best == min((pull.unit for pull in so_far), key=damages.__getitem__)
-        assert p.best_reward == pytest.approx(np.mean([pull.reward for pull in so_far if pull.unit == p.best]))
+        assert p.best_damage == pytest.approx(np.mean([pull.damage for pull in so_far if pull.unit == p.best]))
     assert listener.steps == list(selection.steps)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_step_tells_of_the_mean_damage_that_its_own_pulls_measured_of_the_chosen_unit(policy: Policy) -> None:
+    listener = Listener()
+    selection = select(FakeMeter(spread(UNITS)), UNITS, policy=policy, ratio=0.1, pulls_per_step=12, watcher=listener)
+    pulled = [
+        [pull.damage for pull in selection.trace if (pull.step, pull.unit) == (step.step, step.unit)]
+        for step in selection.steps
+    ]
+    assert listener.damages == [pytest.approx(np.mean(damages)) for damages in pulled]
 
 
 @pytest.mark.parametrize(

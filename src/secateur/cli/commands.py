@@ -1,4 +1,7 @@
-"""The commands for one model: each parses, calls one function of the library, and shows what it gave."""
+"""The commands for one model: each parses, calls one function of the library, and shows what it gave.
+
+That function is imported when all that needs no model is checked: torch takes seconds, and help and refusals come at once.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,49 @@ from typing import Annotated, Any
 
 import typer
 
+from secateur.checks import check_evaluate, check_prune, check_select, check_shrink, shared_settings
 from secateur.cli.display import (
     Bars,
     show_cut,
     show_evaluation,
+    show_forecast,
+    show_goal,
     show_inventory,
     show_measurement,
     show_units,
     stdout,
     without_batch_losses,
 )
-from secateur.cli.options import CHOICE, JOB, MODEL, AsJson, Model, OutFile, OutFolder, Repair, RepairForm, repair_of, takes
-from secateur.cut.record import goal_sentence
+from secateur.cli.options import (
+    CHOICE,
+    JOB,
+    MODEL,
+    AsJson,
+    DryRun,
+    Model,
+    OutFile,
+    OutFolder,
+    Repair,
+    RepairForm,
+    repair_of,
+    takes,
+)
 from secateur.files import jsonio
 from secateur.files.places import check_file
-from secateur.measure.bench import DEFAULT_MODELS, bench as bench_models, markdown
-from secateur.model.accounting import inventory
-from secateur.prune import prune as prune_model
-from secateur.settings import CUTTING, DATA, MACHINE, SEARCH
-from secateur.steps import compare_models, evaluate_on, select_to, shrink_to
+from secateur.selection import Selection
+from secateur.settings import CUTTING, DATA, MACHINE, SEARCH, make_job
 
 FILES = ("selection.json", "evaluation.json", "journal.jsonl", "secateur.json", "README.md")
 SHOWN = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "goal", "units", "steps")  # of a selection
 
 
-@takes(*JOB)
+@takes(*JOB, config=True)
 def prune(
     model: Model,
     out: OutFolder,
     repair: Repair = False,
     repair_form: RepairForm = "auto",
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -45,8 +61,15 @@ def prune(
     Writes the smaller checkpoint with a model card, selection.json, evaluation.json and the journal of every measurement.
     Stopped at any moment and started again with the same command, it goes on where it was and ends with the same selection.
     """
+    settings |= repair_of(repair, repair_form)
+    check_prune(make_job(model, **settings), out)
+    if dry_run:
+        _forecast(model, out, settings, as_json=as_json, judged=True)
+        return
+    from secateur.prune import prune as prune_model
+
     with Bars() as watcher:
-        result = prune_model(model, out=out, watcher=watcher, **repair_of(repair, repair_form), **settings)
+        result = prune_model(model, out=out, watcher=watcher, **settings)
     if as_json:
         more = {"cut": without_batch_losses(result.cut.to_json())} if result.cut else {}
         print(jsonio.dumps(without_batch_losses(result.record.to_json()) | more, indent=1))
@@ -58,9 +81,27 @@ def prune(
     stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
 
 
-@takes(*CHOICE, "cache_memory", "lanes", "trust_remote_code")
-def select(model: Model, out: OutFile, as_json: AsJson = False, **settings: Any) -> None:
+def _forecast(model: str, out: Path, settings: dict[str, Any], *, as_json: bool, judged: bool) -> None:
+    """Show what prune, or with `judged` false select, would do."""
+    from secateur.forecast import forecast_of
+
+    with Bars() as watcher:
+        forecast = forecast_of(model, out=out, judged=judged, watcher=watcher, **settings)
+    if as_json:
+        print(jsonio.dumps(forecast.to_json(), indent=1))
+    else:
+        show_forecast(forecast)
+
+
+@takes(*CHOICE, "cache_memory", "lanes", "trust_remote_code", config=True)
+def select(model: Model, out: OutFile, dry_run: DryRun = False, as_json: AsJson = False, **settings: Any) -> None:
     """Choose units and write them to a file; `evaluate` judges them."""
+    check_select(make_job(model, **settings), out)
+    if dry_run:
+        _forecast(model, out, settings, as_json=as_json, judged=False)
+        return
+    from secateur.steps import select_to
+
     with Bars() as watcher:
         chosen = select_to(model, out, watcher=watcher, **settings)
     if as_json:
@@ -70,7 +111,7 @@ def select(model: Model, out: OutFile, as_json: AsJson = False, **settings: Any)
         return
     show_units(chosen.selection)
     if chosen.selection.goal:
-        stdout.print(goal_sentence(chosen.selection.goal))
+        show_goal(chosen.selection.goal)
     stdout.print("\nFiles: " + ", ".join(map(str, chosen.files)))
 
 
@@ -82,6 +123,7 @@ def select(model: Model, out: OutFile, as_json: AsJson = False, **settings: Any)
     *MODEL,
     unset=["calibration"],
     help={"calibration": "Data that prove the cut, and repair it. [default: those that chose the units]"},
+    config=True,
 )
 def shrink(
     model: Model,
@@ -100,10 +142,12 @@ def shrink(
     **settings: Any,
 ) -> None:
     """Cut the units of a selection out of a model, prove that it computes what the zeroed one does, and write it."""
+    settings |= repair_of(repair, repair_form)
+    check_shrink(make_job(model, **shared_settings(Selection.load(selection)) | settings), out, layout)
+    from secateur.steps import shrink_to
+
     with Bars() as watcher:
-        chosen, record = shrink_to(
-            model, selection, out, layout=layout, watcher=watcher, **repair_of(repair, repair_form), **settings
-        )
+        chosen, record = shrink_to(model, selection, out, layout=layout, watcher=watcher, **settings)
     if as_json:
         print(jsonio.dumps(record.to_json(), indent=1))
         return
@@ -133,6 +177,8 @@ def measure(
     **settings: Any,
 ) -> None:
     """Measure two models side by side: parameters, bytes, memory, FLOPs, and the time of prompts, tokens or images."""
+    from secateur.steps import compare_models
+
     with Bars() as watcher:
         measurement = compare_models(
             dense,
@@ -164,6 +210,7 @@ def measure(
         "data": "Data that judge: builtin, wikitext2, lambada, a file, a folder, a hub data set. [default: builtin]",
         "seed": "Which images are drawn.",
     },
+    config=True,
 )
 def evaluate(
     model: Model,
@@ -177,6 +224,11 @@ def evaluate(
     **settings: Any,
 ) -> None:
     """Evaluate a model with and without selected units: perplexity for text, top-1 and top-5 for images."""
+    check_evaluate(make_job(model, **settings), out)
+    if selection:
+        Selection.load(selection)
+    from secateur.steps import evaluate_on
+
     with Bars() as watcher:
         evaluated = evaluate_on(model, selection=selection, out=out, watcher=watcher, **settings)
     if as_json:
@@ -188,6 +240,9 @@ def evaluate(
 @takes("target", "ratio", "group_width", "trust_remote_code")
 def units(model: Model, as_json: AsJson = False, **settings: Any) -> None:
     """List what could be removed: candidates and their parameters, layer by layer. Needs a config, no weights."""
+    make_job(model, **settings)
+    from secateur.model.accounting import inventory
+
     listed = inventory(model, **settings)
     if as_json:
         print(jsonio.dumps(listed.to_json(), indent=1))
@@ -217,6 +272,8 @@ def bench(
     """Measure how fast damage is measured on this machine, against calling the model twice for every measurement."""
     if json_file:
         check_file(json_file, "bench.json")
+    from secateur.measure.bench import DEFAULT_MODELS, bench as bench_models, markdown
+
     with Bars() as watcher:
         rows = bench_models(
             models or DEFAULT_MODELS, pulls=pulls, selection=selection, steps=steps, watcher=watcher, **settings

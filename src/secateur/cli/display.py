@@ -1,22 +1,28 @@
-"""Display: what a person sees. Tables go to standard output, progress to standard error. Decides and computes nothing."""
+"""Display: what a person sees. Tables go to standard output, progress to standard error. Decides and computes nothing.
+
+What writes sentences about cuts needs torch, and is imported where it is used: help comes without it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from secateur.cut.record import FIGURES, CutRecord, goal_sentence, measured_where, measurement_table, unit_lines
-from secateur.judgement import Evaluation, Judgement
-from secateur.measure.speed import Measurement
-from secateur.model.accounting import Inventory
-from secateur.selection import Selection, Step
 from secateur.settings import UNIFORM
 from secateur.watcher import GridProgress, Progress, Watcher
+
+if TYPE_CHECKING:
+    from secateur.cut.record import CutRecord
+    from secateur.forecast import Forecast
+    from secateur.judgement import Evaluation, Judgement
+    from secateur.measure.speed import Measurement
+    from secateur.model.accounting import Inventory
+    from secateur.selection import Reached, Selection, Step
 
 SHOWN = 24  # layers with units
 stdout, stderr = (Console(stderr=err, highlight=False, markup=False, soft_wrap=True) for err in (False, True))
@@ -59,14 +65,14 @@ class Bars(Watcher):
         self._progress.update(
             self._task,
             description=f"step {progress.step + 1}/{progress.n_steps} pull {progress.pull}/{progress.budget} "
-            f"best {progress.best} (reward {progress.best_reward:.3f})",
+            f"best {progress.best} (damage {progress.best_damage:+.4f})",
             total=progress.n_steps * progress.budget,
             completed=progress.step * progress.budget + progress.pull,
         )
 
-    def chosen(self, step: Step, n_steps: int) -> None:
+    def chosen(self, step: Step, n_steps: int, damage: float) -> None:
         if not stderr.is_terminal and not self._replaying:
-            stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (reward {step.mean_reward:.3f})")
+            stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (damage {damage:+.4f})")
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         self._progress.update(self._task, total=n_batches, completed=batch)
@@ -98,6 +104,8 @@ class GridBars:
 
 
 def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: CutRecord | None = None) -> None:
+    from secateur.cut.record import FIGURES
+
     sides = {"dense": dense}
     if judged:
         sides["zeroed"] = judged.zeroed
@@ -128,14 +136,22 @@ def _show_judged(judged: Judgement, cut: CutRecord | None) -> None:
         f"{judged.pulls:,} pulls, {judged.forwards:,} forwards."
     )
     if judged.goal and not (cut and cut.goal):
-        stdout.print(goal_sentence(judged.goal))
+        show_goal(judged.goal)
     if not math.isfinite(judged.zeroed.loss):
         stdout.print("A failed run: the loss with the units zeroed is not finite.")
     if judged.nonfinite_pulls:
         stdout.print(f"{judged.nonfinite_pulls} pulls gave a non-finite loss; the trace shows them.")
 
 
+def show_goal(goal: Reached) -> None:
+    from secateur.cut.record import goal_sentence
+
+    stdout.print(goal_sentence(goal))
+
+
 def show_units(selection: Selection) -> None:
+    from secateur.cut.record import unit_lines
+
     lines = unit_lines(selection.units)
     more = f"  and in {len(lines) - SHOWN} more places; the file has them all" if len(lines) > SHOWN else ""
     stdout.print(f"Zeroed ({len(selection.units)}), as layer.index: {'  '.join(lines[:SHOWN])}{more}")
@@ -149,12 +165,14 @@ def show_cut(record: CutRecord) -> None:
     if record.repair:
         stdout.print(str(record.repair))
     if record.goal:
-        stdout.print(goal_sentence(record.goal))
+        show_goal(record.goal)
     if record.measurement:
         show_measurement(record.measurement)
 
 
 def show_measurement(measurement: Measurement) -> None:
+    from secateur.cut.record import measured_where, measurement_table
+
     titles, rows = measurement_table(measurement)
     table = Table(*titles)
     for row in rows:
@@ -179,6 +197,29 @@ def show_inventory(listed: Inventory) -> None:
     stdout.print(
         f"A ratio of {listed.ratio:g} selects {listed.selected:,} ({listed.unit_ratio:.2%}): {percent} of the parameters."
     )
+
+
+def show_forecast(forecast: Forecast) -> None:
+    table = Table("setting", "value")
+    for name, value in forecast.settings.items():
+        if value is not None:
+            in_bytes = name == "cache_memory"
+            table.add_row(name, f"{int(value) / 2**30:.1f} GiB" if in_bytes else str(value))
+    stdout.print(table)
+    evaluated = f", {forecast.evaluation_batches} that judge" if forecast.evaluation_batches else ""
+    about = f"{forecast.goal}: about " if forecast.goal else ""
+    stdout.print(
+        f"{forecast.model} ({forecast.family}, {forecast.task}): {forecast.calibration_batches} batches that choose{evaluated}."
+    )
+    stdout.print(f"Would remove {about}{forecast.removed:,} of {forecast.candidates:,} candidates.")
+    if forecast.pulls:
+        stdout.print(f"{forecast.pulls:,} pulls, about {forecast.forwards:,} forwards.")
+    else:
+        stdout.print(f"No pulls: {forecast.settings['method']} scores the candidates, and measures none.")
+    parts = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in forecast.seconds.items())
+    more = f"; {', '.join(forecast.more)} come on top" if forecast.more else ""
+    stdout.print(f"About {_duration(forecast.total_seconds)} on this machine, by a few measured pulls: {parts}{more}.")
+    stdout.print("Nothing was written.")
 
 
 def _number(value: Any) -> str:

@@ -1,26 +1,25 @@
-"""The commands for comparing methods: grid, compare, tables, figures. Each parses, calls, shows."""
+"""The commands for comparing methods: grid, compare, tables, figures. Each parses, calls, shows.
+
+What a command needs is imported when it runs: help and refusals come at once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table as Shown
 
 from secateur.cli.display import GridBars, stderr, stdout
 from secateur.cli.options import AsJson, takes
-from secateur.cut.record import markdown as table_of
 from secateur.errors import SettingError, not_one_of
-from secateur.experiment.compare import Comparison, against_baseline, compare as compare_cells, summary
-from secateur.experiment.figures import draw
-from secateur.experiment.grid import Grid, read_grid, run_grid
-from secateur.experiment.store import RECORDS, read_store, read_tables
-from secateur.experiment.tables import FORMS, markdown, render
-from secateur.experiment.workers import Where
 from secateur.files import jsonio
 from secateur.methods import METHODS, label
+
+if TYPE_CHECKING:
+    from secateur.experiment.compare import Comparison
+    from secateur.experiment.grid import Grid
 
 WHERE = "Where to run"
 COLUMNS = ["table", "cell", "method", "pairs", "difference", "bootstrap 95%", "t 95%", "p", "Wilcoxon p", "q", "loss 95%"]
@@ -55,6 +54,9 @@ def grid(
     Kill it at any moment and start it again: what has ended is not done twice. A run that raises an error becomes a failed
     record, and the grid goes on. Runs whose model or data cannot be loaded are left for another time.
     """
+    from secateur.experiment.grid import read_grid, run_grid
+    from secateur.experiment.workers import Where
+
     where = Where(workers, ray, cpus_per_run, gpus_per_run, threads)
     wanted = read_grid(file)
     if plan:
@@ -82,12 +84,16 @@ def grid(
 
 
 def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
+    from rich.table import Table
+
+    from secateur.experiment.store import RECORDS, read_store
+
     ended = read_store(store, stderr.print)[0] if (store / RECORDS).exists() else {}
     left = {run.key for run in wanted.runs} - set(ended)
     if as_json:
         print(jsonio.dumps(wanted.plan().to_json() | {"left": sorted(left)}, indent=1))
         return
-    shown = Shown("table", "cells", "methods", "runs", "left")
+    shown = Table("table", "cells", "methods", "runs", "left")
     for table in wanted.tables:
         methods = dict.fromkeys(method for cell in table.cells for method in cell.runs)
         keys = {run.key for cell in table.cells for runs in cell.runs.values() for run in runs.values()}
@@ -110,6 +116,10 @@ def compare(
     """
     if against not in METHODS:
         raise not_one_of("baseline", against, METHODS)
+    from secateur.experiment.compare import against_baseline, compare as compare_cells, summary
+    from secateur.experiment.store import read_tables
+    from secateur.experiment.tables import markdown_table
+
     family = compare_cells(read_tables(store, stderr.print))
     shown = against_baseline(family, against)
     counts = summary(shown, family)
@@ -117,7 +127,7 @@ def compare(
         document = {"comparisons": [c.to_json() for c in shown], "family": counts.family, "tested": counts.tested}
         print(jsonio.dumps(document, indent=1))
         return
-    print(table_of(COLUMNS, [_comparison_row(c) for c in shown]), end="\n\n")
+    print(markdown_table(COLUMNS, [_comparison_row(c) for c in shown]), end="\n\n")
     n = len(shown)
     stdout.print(
         f"Differences are method minus {label(against)}: of the percent change of perplexity, or of the Top-1 drop in points; "
@@ -168,6 +178,9 @@ def tables(
     beside_paper: Annotated[bool, typer.Option("--beside-paper", help="The paper's row below each of ours.")] = False,
 ) -> None:
     """The paper's tables, from the records of a store."""
+    from secateur.experiment.store import read_tables
+    from secateur.experiment.tables import FORMS, markdown, render
+
     made = render(read_tables(store, stderr.print), beside_paper=beside_paper)
     numbers = [rendered.number for rendered in made]
     for number in table or ():
@@ -189,5 +202,8 @@ def figures(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the pictures.", show_default=False)],
 ) -> None:
     """The paper's figures, from the records of a store, as SVG and PNG."""
+    from secateur.experiment.figures import draw
+    from secateur.experiment.store import read_tables
+
     written = draw(read_tables(store, stderr.print), out)
     stdout.print("Written: " + ", ".join(str(path) for path in written))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from secateur.cli.config import read_config
 from secateur.errors import SettingError, not_one_of
 from secateur.settings import (
     CUTTING,
@@ -35,6 +36,20 @@ OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder for the res
 OutFile = Annotated[Path, typer.Option("-o", "--out", help="The file to write.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=MACHINE)]
 Repair = Annotated[bool, typer.Option("--repair", help=keywords()["repair"][1].metadata["help"], rich_help_panel=CUTTING)]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="A TOML file of settings by their names; what is typed here wins over it.",
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Only say what would be done, and how long it would take; write nothing.", rich_help_panel=MACHINE
+    ),
+]
 RepairForm = Annotated[
     str, typer.Option(help="least-squares, bias, or auto for the better of the two.", rich_help_panel=CUTTING)
 ]
@@ -58,6 +73,7 @@ class Command:
     names: tuple[str, ...]
     unset: Sequence[str]
     help: Mapping[str, str]
+    config: bool
 
     def for_typer(self) -> Callable[..., None]:
         """The function with a parameter for each option, as typer reads them; it gets the settings that the user gave."""
@@ -67,12 +83,21 @@ class Command:
         by_section = sorted(self.names, key=lambda name: SECTIONS.index(keywords()[name][1].metadata["section"]))
         options = [_option(name, self.help.get(name), unset=name in self.unset) for name in by_section]
         ordered = [*needed, *options, *(parameter for parameter in mine if parameter not in needed)]
+        in_files = {*self.names, *({parameter.name for parameter in mine} & keywords().keys())}
 
         @functools.wraps(self.function)
-        def called(**given: Any) -> None:
-            settings = {name: _converted(name, given.pop(name)) for name in self.names}
-            self.function(**given, **{name: value for name, value in settings.items() if value is not None})
+        def called(_context: typer.Context, **options: Any) -> None:
+            file = options.pop("config", None)
+            given = read_config(file, in_files) if file else {}
+            given |= {name: value for name, value in options.items() if _is_typed(_context, name)}
+            settings = {name: _converted(name, value) for name, value in given.items() if name in self.names}
+            others = {name: given.get(name, value) for name, value in options.items() if name not in self.names}
+            self.function(**others, **settings)
 
+        if self.config:
+            ordered.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config))
+        context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        ordered = [context, *ordered]
         called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in ordered]
         )
@@ -80,14 +105,20 @@ class Command:
         return called
 
 
-def takes(
-    *names: str, unset: Sequence[str] = (), help: Mapping[str, str] | None = None
-) -> Callable[[Callable[..., None]], Command]:
-    """Make a command of a function, with an option for each of these settings.
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Whether the user typed the option; its default belongs to the function that is called."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
-    Those that are `unset` have no default here; `help` replaces the help line of some.
+
+def takes(
+    *names: str, unset: Sequence[str] = (), help: Mapping[str, str] | None = None, config: bool = False
+) -> Callable[[Callable[..., None]], Command]:
+    """Make a command of a function, with an option for each of these settings; it gets those that the user gave.
+
+    Those that are `unset` have no default here; `help` replaces the help line of some. `config` adds the option for a file.
     """
-    return lambda function: Command(function, names, unset, help or {})
+    return lambda function: Command(function, names, unset, help or {}, config)
 
 
 def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
@@ -101,7 +132,7 @@ def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
     if kind is bool:
         flag = f"{flag}/--no-{name}" if default else flag
     option = typer.Option(
-        flag, help=line, rich_help_panel=about["section"], show_default=default is not None and kind is not bool
+        flag, help=line, rich_help_panel=about["section"], show_default=default is not None and default is not False
     )
     annotation: Any = Annotated[kind if default is not None else kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

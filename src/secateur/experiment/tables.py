@@ -473,9 +473,12 @@ def _beside_paper(rendered: Rendered) -> Rendered:
 
 
 def markdown(rendered: Rendered) -> str:
-    lines = [f"**{_heading(rendered)}**", "", _line(rendered.columns), _line(["---"] * len(rendered.columns))]
-    lines += [_line(row.cells) for row in rendered.rows]
-    return "\n".join([*lines, *(f"\n{note}" for note in rendered.notes)]) + "\n"
+    table = markdown_table(rendered.columns, [row.cells for row in rendered.rows])
+    return "\n".join([f"**{_heading(rendered)}**", "", table, *(f"\n{note}" for note in rendered.notes)]) + "\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(_line(cells) for cells in (columns, ["---"] * len(columns), *rows))
 
 
 def _heading(rendered: Rendered) -> str:

@@ -23,6 +23,21 @@ def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Prov
     return Provenance(replace(settings, device=opened.device), opened.digest, calibration.source.digest)
 
 
+def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: Machine) -> DamageMeter:
+    """The meter that measures candidates as the settings say."""
+    return DamageMeter(
+        opened.model,
+        calibration,
+        loss=opened.loss,
+        batches_per_pull=settings.batches_per_pull,
+        batches_per_step=settings.batches_per_step,
+        cache_memory=machine.cache_memory,
+        stack=settings.stack,
+        lanes=machine.lanes,
+        seed=settings.seed,
+    )
+
+
 def choose_units(
     opened: Opened,
     calibration: Batches,
@@ -42,17 +57,7 @@ def choose_units(
         scores = unit_scores(settings.method, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
         chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
     else:
-        meter = DamageMeter(
-            opened.model,
-            calibration,
-            loss=opened.loss,
-            batches_per_pull=settings.batches_per_pull,
-            batches_per_step=settings.batches_per_step,
-            cache_memory=machine.cache_memory,
-            stack=settings.stack,
-            lanes=machine.lanes,
-            seed=settings.seed,
-        )
+        meter = meter_of(opened, calibration, settings, machine)
         screen = None
         if settings.screening:
             scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)

@@ -99,7 +99,7 @@ def select(
         selected.append(pool[choice.arm])
         meter.commit(pool[choice.arm])
         steps.append(search.record(choice))
-        watcher.chosen(steps[-1], n_steps)
+        watcher.chosen(steps[-1], n_steps, search.mean_damage(choice.arm))
     return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace))
 
 
@@ -171,6 +171,7 @@ class _StepSearch:
 
     def __post_init__(self) -> None:
         self.stats = ArmStats(len(self.pool))
+        self._damages = np.zeros(len(self.pool))  # by arm: the sum over its pulls
 
     def hold(self, conversation: Conversation) -> Choice:
         """Answer requests until the policy names its choice."""
@@ -199,6 +200,7 @@ class _StepSearch:
         answers = []
         for arm, pull in zip(arms, self._made(asked), strict=True):
             self.pulls.append(pull)
+            self._damages[arm] += pull.damage
             answers.append(self._heard(arm, pull))
             self.stats.hear(answers[-1:])
             self.watcher.pull(self._where(replayed=self.journal is not None and self.journal.replaying))
@@ -246,8 +248,12 @@ class _StepSearch:
 
     def _where(self, *, replayed: bool) -> Progress:
         best = self.stats.best()
-        reward_of_best = float(self.stats.means[best])
-        return Progress(self.step, self.n_steps, self.stats.pulls, self.budget, self.pool[best], reward_of_best, replayed)
+        damage = self.mean_damage(best)
+        return Progress(self.step, self.n_steps, self.stats.pulls, self.budget, self.pool[best], damage, replayed)
+
+    def mean_damage(self, arm: int) -> float:
+        """The mean of what the pulls of this step measured of an arm."""
+        return float(self._damages[arm] / self.stats.counts[arm])
 
     def record(self, choice: Choice) -> Step:
         stats, arm = self.stats, choice.arm

@@ -1,0 +1,67 @@
+"""What can be refused before a model is loaded: data that are not there, places that cannot be written. Knows no tensor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from secateur.errors import DataError, SettingError, not_one_of
+from secateur.files.places import check_file, check_folder
+from secateur.selection import Selection
+from secateur.settings import BUILTIN, KNOWN_DATA, LAYOUTS, NONE, Job, Settings
+
+FILE_SUFFIXES = (".txt", ".text", ".md", ".raw", ".tokens", ".json", ".jsonl", ".csv", ".parquet")
+
+
+def check_prune(job: Job, out: Path | None) -> None:
+    """Refuse a prune whose data are not there, or whose results have no place."""
+    if out is not None:
+        check_folder(out)
+    if job.cutting.repair and (out is None or job.settings.layout == NONE):
+        raise SettingError(
+            "There is nothing to repair: no smaller model is written without a place for it, or with --layout none."
+        )
+    check_data(job.settings.calibration, "--calibration")
+    check_data(job.judging.data or BUILTIN, "--data")
+
+
+def check_select(job: Job, out: Path) -> None:
+    """Refuse a choice whose data are not there, or whose file cannot be written."""
+    check_file(out, "selection.json")
+    check_data(job.settings.calibration, "--calibration")
+
+
+def check_evaluate(job: Job, out: Path | None) -> None:
+    """Refuse an evaluation on data that are not there, or whose file cannot be written."""
+    if out is not None:
+        check_file(out, "evaluation.json")
+    check_data(job.judging.data or job.settings.calibration, "--data")
+
+
+def check_shrink(job: Job, out: Path, layout: str) -> None:
+    """Refuse a cut whose data are not there, or that has no place or no known layout."""
+    if layout not in LAYOUTS:
+        raise not_one_of("layout", layout, LAYOUTS)
+    check_folder(out)
+    check_data(job.settings.calibration, "--calibration")
+
+
+def shared_settings(selection: Selection) -> dict[str, Any]:
+    """What a cut takes over from the search that chose its units."""
+    settings = selection.made_with.settings if selection.made_with else Settings("")
+    return {name: getattr(settings, name) for name in ("calibration", "seq_len", "batch_size", "seed", "loss")}
+
+
+def check_data(name: str, option: str) -> None:
+    """Refuse data that are neither here nor a name that the hub could know; only reading can tell whether the hub does."""
+    if os.path.exists(name):
+        if not os.access(name, os.R_OK):
+            raise DataError(f"Cannot read {name}, which {option} names: permission denied.")
+        return
+    a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in FILE_SUFFIXES
+    if name not in KNOWN_DATA and ("/" not in name or a_path):
+        raise DataError(
+            f"There are no data {name!r}, which {option} names: it is neither a file or folder nor one of "
+            f"{', '.join(KNOWN_DATA)}, nor a hub data set written OWNER/NAME or OWNER/NAME:CONFIGURATION."
+        )
