@@ -25,7 +25,7 @@ from secateur.search.damage import free_memory
 from secateur.units import Unit
 
 # As a share of the logits' scale. Right cuts of tiny models of all families differ by at most 3e-15, those of SmolLM2-135M by
-# 4e-13. A wrong last bit of one float32 weight can show as 1e-7 in a tiny model.
+# 5e-13, and a thousandth of one of its weights shows as 1e-5.
 TOLERANCE = 1e-8
 WHOLE, BLOCKS = "float64", "float64, one block at a time"
 ROWS = 4  # texts or images of a batch that are compared
