@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from secateur.cut.proof import Proof
+from secateur.cut.proof import BLOCKS, Proof
 from secateur.cut.record import (
     RECORD,
     CutRecord,
@@ -68,6 +68,7 @@ MEASURED = Measurement(
 )
 FULL = replace(
     PLAIN,
+    proof=Proof(2e-12, 10.0, 1e-8, batches=2, tokens=8, same_tokens=7, tied_tokens=1, precision=BLOCKS),
     repair=Repair("bias", {"none": 3.0, "bias": 2.5}, {"least squares": "it is not finite"}, 2, 6, 2),
     goal=Reached("latency", 0.8, 0.79, 0.81),
     shrunk=Evaluation(1.5, 100, (1.5, 1.5), perplexity=4.48),
@@ -113,9 +114,17 @@ def test_the_words_of_a_record_are_those_that_files_have_always_had() -> None:
     assert list(full) == [*about, "repair", "goal", *rest, "shrunk", "dense", "masked", "data", "measurement"]
     assert full["masked"]["loss"] == "nan" and full["masked"]["nonfinite_batches"] == 1
     assert full["settings"]["method"] == "ucb" and full["settings"]["model_digest"] == "m1"
-    assert full["proof"]["relative"] == pytest.approx(2e-6)
+    assert full["proof"]["relative"] == pytest.approx(2e-13) and full["proof"]["precision"] == "float64, one block at a time"
     assert full["proof"]["sentence"] == str(FULL.proof) and full["repair"]["sentence"] == str(FULL.repair)
     assert written(replace(PLAIN, made_with=None))["settings"] == {}
+
+
+def test_a_record_from_before_proofs_had_a_precision_comes_back() -> None:
+    fields = written(PLAIN)
+    del fields["proof"]["precision"]
+    jsonio.write(Path(RECORD), fields)
+    assert read_record(Path()) == PLAIN
+    assert "computed in" not in str(PLAIN.proof) and "(computed in float64, one block at a time)" in str(FULL.proof)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "5", "null", "{}", '"words"', '{"format": ', '{"formats": 1}', '{"format": 1}'])
