@@ -20,6 +20,7 @@ from secateur.cut.checkpoint import (
 from secateur.cut.costs import goal_of
 from secateur.cut.record import CutRecord, read_record
 from secateur.data.batches import Batches
+from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import OutputError, SelectionError, not_one_of
 from secateur.files import jsonio
@@ -36,7 +37,19 @@ from secateur.model.loading import Opened, load_model, open_model
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
 from secateur.selection import Reached, Selection
-from secateur.settings import FREE, LATENCY, LAYOUTS, Cutting, Job, Machine, Provenance, Settings, make_job
+from secateur.settings import (
+    BUILTIN,
+    FREE,
+    LATENCY,
+    LAYOUTS,
+    Cutting,
+    Job,
+    Machine,
+    Provenance,
+    Settings,
+    make_job,
+    plain_path,
+)
 from secateur.units import Unit
 from secateur.watcher import Watcher
 
@@ -57,13 +70,15 @@ def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batc
     """The batches that choose."""
     watcher.stage("reading data")
     size = settings.calibration_size or 0
-    return load_batches(opened.model, opened.processor, settings.calibration, settings, split="train", size=size)
+    batches = load_batches(opened.model, opened.processor, settings.calibration, settings, split="train", size=size)
+    _remark(opened, batches, watcher)
+    return batches
 
 
-def evaluation_of(opened: Opened, job: Job) -> Batches:
-    """The batches that judge."""
+def evaluation_of(opened: Opened, job: Job, watcher: Watcher | None = None) -> Batches:
+    """The batches that judge; a watcher is told about them."""
     judging = job.judging
-    return load_batches(
+    batches = load_batches(
         opened.model,
         opened.processor,
         judging.data or "",
@@ -72,6 +87,14 @@ def evaluation_of(opened: Opened, job: Job) -> Batches:
         size=judging.size or 0,
         most=judging.max_batches or 0,
     )
+    if watcher:
+        _remark(opened, batches, watcher)
+    return batches
+
+
+def _remark(opened: Opened, batches: Batches, watcher: Watcher) -> None:
+    for sentence in remarks(opened.model, opened.processor, batches):
+        watcher.say(sentence)
 
 
 # Choose
@@ -156,6 +179,14 @@ def check_selection(opened: Opened, selection: Selection) -> None:
         pass  # units that the model does not have are refused here
 
 
+def _cut_as(selection: Selection | None, data: str) -> dict[str, Any]:
+    """How the data that chose were cut and held out, if these are the same data."""
+    made_with = selection.made_with if selection else None
+    if made_with is None or made_with.settings.calibration != plain_path(data):
+        return {}
+    return {name: getattr(made_with.settings, name) for name in ("documents", "holdout")}
+
+
 # Judge
 
 
@@ -188,7 +219,8 @@ def evaluate_on(
     """
     watcher = watcher or Watcher()
     chosen = Selection.load(selection) if selection else None
-    job = make_job(model, **settings)
+    data = settings.get("data") or settings.get("calibration", BUILTIN)
+    job = make_job(model, **{"calibration": data} | _cut_as(chosen, data) | settings)
     data = job.judging.data or job.settings.calibration
     about: dict[str, Any] = {"model": model, "selection": str(selection) if selection else None, "data": data}
     if out:
@@ -197,7 +229,7 @@ def evaluate_on(
     if chosen:
         check_selection(opened, chosen)
     watcher.stage("reading data")
-    batches = evaluation_of(opened, job)
+    batches = evaluation_of(opened, job, watcher)
     if chosen:
         judgement = judge(opened.model, chosen, batches, watcher=watcher)
         evaluated = Evaluated(**about, dense=judgement.dense, judgement=judgement)
@@ -282,7 +314,7 @@ def shrink_to(
     watcher, chosen = watcher or Watcher(), Selection.load(selection)
     known = chosen.made_with.settings if chosen.made_with else Settings(model)
     shared = {name: getattr(known, name) for name in ("calibration", "seq_len", "batch_size", "seed")}
-    job = make_job(model, **shared | settings)
+    job = make_job(model, **shared | _cut_as(chosen, settings.get("calibration", known.calibration)) | settings)
     if layout not in LAYOUTS:
         raise not_one_of("layout", layout, LAYOUTS)
     check_folder(out)

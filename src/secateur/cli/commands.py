@@ -77,6 +77,7 @@ def select(model: Model, out: OutFile, as_json: AsJson = False, **settings: Any)
 @takes(
     "calibration",
     "calibration_size",
+    "documents",
     "measure",
     "max_shard_size",
     *MODEL,
@@ -154,6 +155,8 @@ def measure(
 
 @takes(
     "data",
+    "documents",
+    "holdout",
     "seq_len",
     "batch_size",
     "evaluation_size",

@@ -23,7 +23,14 @@ def load_batches(
     limit = min(size, most * batch_size) if most else size
     if task_of(model) == "text":
         batches = text_batches(
-            name, processor, split=split, limit=limit, seq_len=_checked_length(model, settings.seq_len), batch_size=batch_size
+            name,
+            processor,
+            split=split,
+            limit=limit,
+            seq_len=_checked_length(model, settings.seq_len),
+            batch_size=batch_size,
+            documents=settings.documents,
+            holdout=settings.holdout,
         )
         _check_tokens(model, batches)
         return batches
@@ -39,6 +46,7 @@ def load_batches(
         batch_size=batch_size,
         seed=settings.seed,
         keep=keep or split == "train",
+        holdout=settings.holdout,
     )
 
 
