@@ -18,7 +18,7 @@ from secateur.methods import METHODS, searching
 from secateur.selection import Source
 from secateur.watcher import Progress, Watcher
 from tiny import FAMILIES_TINY, GROUP, hook_count
-from worlds import FILES, N_UNITS, SEQ_LEN, SMALL, K, Listener, World, contents, loaded, make_tokenizer
+from worlds import FILES, N_UNITS, SEQ_LEN, SMALL, K, Listener, World, contents, loaded, make_tokenizer, small
 
 tf: Any = transformers  # its classes are not typed
 
@@ -33,7 +33,7 @@ class Stopping(Watcher):
 
 def prune(world: World, task: str = "text", **settings: Any) -> sc.PruneResult:
     folder, data = world.of(task)
-    return sc.prune(str(folder), **({"calibration": str(data), "device": "cpu"} | SMALL | settings))
+    return sc.prune(str(folder), **({"calibration": str(data), "device": "cpu"} | small(settings)))
 
 
 def chosen(world: World, task: str, **settings: Any) -> tuple[sc.Opened, sc.Selection]:
@@ -337,8 +337,7 @@ def test_a_cache_memory_that_is_too_small_is_said_once_and_changes_nothing(
 ) -> None:
     listener = Listener()
     result = prune(world, out=tmp_path, cache_memory=memory, watcher=listener)
-    assert len(listener.said) == said
-    assert all("--cache-memory" in sentence for sentence in listener.said)
+    assert sum("--cache-memory" in sentence for sentence in listener.said) == said
     assert result.selection.units == prune(world).selection.units
 
 
@@ -378,7 +377,7 @@ CHEAP: dict[str, Any] = {"layout": "free", "measure": False, "evaluation_batches
 @pytest.mark.parametrize("method", ["ucb", "greedy", "halving", "magnitude"])
 @pytest.mark.parametrize("task", ["text", "image"])
 def test_a_goal_is_met_by_the_checkpoint(what: str, method: str, task: str, world: World, tmp_path: Path) -> None:
-    settings = SMALL | CHEAP | {"method": method, "target": "both", what: 0.8}
+    settings = CHEAP | {"method": method, "target": "both", what: 0.8}
     result = prune(world, task, out=tmp_path, **settings)
     goal = result.selection.goal
     assert goal is not None
@@ -459,7 +458,7 @@ def test_a_latency_table_of_another_model_is_not_used(table_clock: list[int], wo
 )
 def test_goals_and_layouts_that_cannot_work_are_refused_before_the_model_is_read(goals: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(sc.SettingError):
-        sc.prune(str(tmp_path / "no model"), out=tmp_path / "out", **(SMALL | goals))
+        sc.prune(str(tmp_path / "no model"), out=tmp_path / "out", **small(goals))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -66,7 +66,12 @@ def test_files_have_the_settings_by_the_names_they_always_had() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [Settings("m"), Settings("m", pool_size=7, keep_flops=0.8, screen=3).for_task("image"), Settings("m", batches_per_step=2)],
+    [
+        Settings("m", documents="lines", holdout=0.1),
+        Settings("m"),
+        Settings("m", pool_size=7, keep_flops=0.8, screen=3).for_task("image"),
+        Settings("m", batches_per_step=2),
+    ],
 )
 def test_settings_are_read_back_as_they_were_written(settings: Settings) -> None:
     settings = settings.for_task("text")
@@ -130,6 +135,13 @@ def test_what_is_left_to_the_task_becomes_the_papers() -> None:
         ({"ucb_c": float("nan")}, "UCB.*nan"),
         ({"keep_params": 1.2}, "parameters.*1.2"),
         ({"keep_params": 0.5, "keep_flops": 0.5}, "2 goals"),
+        ({"keep_params": 0.5, "ratio": 0.1}, "ratio.*goal"),
+        ({"keep_flops": 0.5, "ratio": 0.2}, "ratio.*goal"),
+        ({"documents": "line"}, "documents.*line"),
+        ({"holdout": 0}, "holdout.*0"),
+        ({"holdout": 0.6}, "holdout.*0.6"),
+        ({"holdout": float("nan")}, "holdout.*nan"),
+        ({"holdout": 0.1, "calibration": "one", "data": "two"}, "'one'.*'two'.*--holdout"),
         ({"evaluation_size": 0}, "evaluation size.*0"),
         ({"evaluation_batches": -1}, "evaluation batches.*-1"),
         ({"repair": "glue"}, "repair.*glue"),
@@ -148,6 +160,12 @@ def test_an_old_name_goes_on_working_with_a_warning(old: str) -> None:
     with pytest.warns(FutureWarning, match=OLD_NAMES[old]):
         job = make_job("m", **{old: 0.8})
     assert job == make_job("m", **{OLD_NAMES[old]: 0.8})
+
+
+def test_a_ratio_beside_no_goal_and_a_goal_beside_no_ratio_are_taken() -> None:
+    assert make_job("m", ratio=0.2, keep_params=None, keep_flops=0).settings.ratio == 0.2
+    assert make_job("m", keep_params=0.8).settings.ratio == Settings.ratio
+    assert make_job("m", holdout=0.1, calibration="one", data="one").settings.holdout == 0.1
 
 
 def test_a_goal_is_a_cost_and_the_share_to_keep() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,8 +23,8 @@ from secateur.cut.surgery import shrink
 from secateur.files import jsonio
 from secateur.selection import Reached
 from secateur.settings import Provenance
-from secateur.steps import compare
-from worlds import SEQ_LEN, Listener, World, contents, loaded
+from secateur.steps import compare, evaluate_on, select_to, shrink_to
+from worlds import SEQ_LEN, WORDS, Listener, World, contents, loaded
 
 UNITS = (sc.Unit("head", 0, 1), sc.Unit("head", 2, 0), sc.Unit("head", 2, 2), sc.Unit("mlp", 1, 0, 4))
 EVEN = tuple(sc.Unit("mlp", layer, 0, 4) for layer in range(3))
@@ -388,3 +389,40 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(bad: dict[
     with pytest.raises(sc.SettingError):
         sc.compare_models(str(world.text_model), "nowhere", watcher=listener, **bad)
     assert listener.stages == []
+
+
+# A share of the data held out
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """One file of short documents."""
+    rng = random.Random(1)
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 12))) + "\n" for _ in range(150)))
+    return path
+
+
+CHEAP: dict[str, Any] = {"device": "cpu", "seq_len": SEQ_LEN, "evaluation_batches": 4}
+
+
+def test_one_file_can_choose_and_judge_and_shrink_with_a_share_held_out(lines: Path, world: World, tmp_path: Path) -> None:
+    listener = Listener()
+    model, out = str(world.text_model), tmp_path / "out"
+    settings: dict[str, Any] = CHEAP | {"calibration": str(lines), "method": "magnitude", "layout": "none"}
+    with pytest.raises(sc.DataError, match=r"--holdout 0\.1"):
+        sc.prune(model, **settings)
+    result = sc.prune(model, out=out, holdout=0.2, watcher=listener, **settings)
+    assert sum("document of its own" in sentence for sentence in listener.said) == 1
+    assert result.selection.made_with is not None and result.selection.made_with.settings.holdout == 0.2
+    evaluated = evaluate_on(model, selection=out / "selection.json", data=str(lines), **CHEAP)
+    assert evaluated.dense == result.record.judgement.dense
+    _, record = shrink_to(model, out / "selection.json", tmp_path / "small", measure=False, device="cpu")
+    assert record.params < record.dense_params
+
+
+def test_data_held_out_differently_from_those_that_chose_are_refused(lines: Path, world: World, tmp_path: Path) -> None:
+    model, out = str(world.text_model), tmp_path / "sel.json"
+    select_to(model, out, calibration=str(lines), method="magnitude", holdout=0.2, device="cpu", seq_len=SEQ_LEN)
+    with pytest.raises(sc.DataError, match=r"another way.*--holdout"):
+        evaluate_on(model, selection=out, data=str(lines), holdout=0.4, **CHEAP)

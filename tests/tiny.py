@@ -17,7 +17,7 @@ import transformers
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from secateur.model.families import task_of
@@ -190,6 +190,23 @@ def tiny_tokenizer(*, puts_bos: bool = False) -> Any:
     if puts_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def character_tokenizer(letters: str, *, unknown: bool = True, ends: bool = False, normalizer: Any = None) -> Any:
+    """A token for each of the letters; others are unknown, or dropped. `ends` puts special tokens around a text."""
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", "<pad>", *letters])}
+    if unknown:
+        made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    else:
+        made = Tokenizer(models.BPE(vocabulary, merges=[]))
+    if normalizer:
+        made.normalizer = normalizer
+    if ends:
+        special = [("<s>", 0), ("</s>", 1)]
+        made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | ({"unk_token": "<unk>"} if unknown else {})
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
 def without_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,14 @@ ROOT = Path(__file__).parents[1]
 SEQ_LEN = 16  # all that the tiny models take
 WORDS = ("the", "a", "red", "small", "old", "cat", "dog", "bird", "sees", "finds", "near", "under", "tree", "and", "sings")
 SMALL: dict[str, Any] = {"ratio": 0.3, "pulls_per_step": 4, "group_width": GROUP, "seq_len": SEQ_LEN, "layout": "none"}
+GOALS = {f"{word}_{what}" for word in ("keep", "target") for what in ("params", "flops", "latency")}
 N_UNITS = {"head": 9, "mlp": 12, "both": 21}  # 3 blocks with 3 heads and 14 MLP channels in groups of 4
 K = {"head": 3, "mlp": 4, "both": 6}  # Eq. 6 at a ratio of 0.3
+
+
+def small(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """SMALL with these settings, and without its ratio beside a goal."""
+    return {name: value for name, value in SMALL.items() if name != "ratio" or not GOALS & settings.keys()} | dict(settings)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ def write_texts(folder: Path) -> None:
     folder.mkdir(parents=True)
     for split in ("train", "test"):
         sentences = [" ".join(rng.choice(WORDS) for _ in range(9)) for _ in range(60)]
-        (folder / f"{split}.txt").write_text("\n".join(sentences) + "\n")
+        paragraphs = ("\n".join(sentences[i : i + 10]) for i in range(0, 60, 10))  # blank lines: it is running text
+        (folder / f"{split}.txt").write_text("\n\n".join(paragraphs) + "\n")
 
 
 def write_images(folder: Path) -> None:
@@ -149,6 +156,7 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 PROGRESS = re.compile(
     r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
     r"|step \d+/\d+: (head|mlp) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
+    r"|The dense model's loss on .*"  # the weights are random
 )
 
 
@@ -176,10 +184,16 @@ FILES = ["evaluation.json", "journal.jsonl", "selection.json"]  # what a prune t
 FLAGS = ["--device", "cpu", *(word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value)))]
 
 
+def flags_beside(options: Sequence[object]) -> list[str]:
+    """FLAGS, without the ratio beside a goal."""
+    goal = any(str(option).startswith(("--keep-", "--target-")) for option in options)
+    return [word for word in FLAGS if not (goal and word in ("--ratio", str(SMALL["ratio"])))]
+
+
 def prune_command(world: World, out: Path, *more: object, task: str = "text", model: object = None) -> list[object]:
     """A small prune that cuts nothing; of an option that `more` names again, the last one counts."""
     folder, data = world.of(task)
-    return ["prune", model or folder, "--calibration", data, *FLAGS, "-o", out, *more]
+    return ["prune", model or folder, "--calibration", data, *flags_beside(more), "-o", out, *more]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from secateur.errors import DataError, SettingError, not_one_of
 from secateur.files.places import check_file, check_folder
 from secateur.selection import Selection
-from secateur.settings import BUILTIN, KNOWN_DATA, LAYOUTS, NONE, Job, Settings
+from secateur.settings import BUILTIN, KNOWN_DATA, LAYOUTS, NONE, Job, Settings, plain_path
 
 FILE_SUFFIXES = (".txt", ".text", ".md", ".raw", ".tokens", ".json", ".jsonl", ".csv", ".parquet")
 
@@ -47,10 +48,19 @@ def check_shrink(job: Job, out: Path, layout: str) -> None:
     check_data(job.settings.calibration, "--calibration")
 
 
-def shared_settings(selection: Selection) -> dict[str, Any]:
-    """What a cut takes over from the search that chose its units."""
-    settings = selection.made_with.settings if selection.made_with else Settings("")
-    return {name: getattr(settings, name) for name in ("calibration", "seq_len", "batch_size", "seed", "loss")}
+def shared_settings(selection: Selection, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a cut, with what it takes over from the search that chose its units."""
+    known = selection.made_with.settings if selection.made_with else Settings("")
+    shared = {name: getattr(known, name) for name in ("calibration", "seq_len", "batch_size", "seed", "loss")}
+    return {**shared, **cut_as(selection, settings.get("calibration") or known.calibration), **settings}
+
+
+def cut_as(selection: Selection | None, data: str) -> dict[str, Any]:
+    """How the data that chose were cut and held out, if these are the same data."""
+    made_with = selection.made_with if selection else None
+    if made_with is None or made_with.settings.calibration != plain_path(data):
+        return {}
+    return {name: getattr(made_with.settings, name) for name in ("documents", "holdout")}
 
 
 def check_data(name: str, option: str) -> None:

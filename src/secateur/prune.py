@@ -51,7 +51,9 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     if folder and cuts:
         check_cut_place(folder, followed_by="selection.json")
     opened, job = open_job(job, watcher)
-    calibration, evaluation = calibration_of(opened, job.settings, watcher), evaluation_of(opened, job)
+    calibration = calibration_of(opened, job.settings, watcher)
+    other = job.judging.data != job.settings.calibration  # of the same data all has been said
+    evaluation = evaluation_of(opened, job, watcher if other else None)
     check_apart(calibration.source, evaluation.source)
     check_cut(opened, job.cutting, len(calibration))
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)

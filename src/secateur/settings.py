@@ -35,6 +35,8 @@ PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
 LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
+JOINED, LINES, JSONL = "joined", "lines", "jsonl"
+DOCUMENTS = (JOINED, LINES, JSONL)
 REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
 DTYPES = ("float32", "bfloat16", "float16")
 DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
@@ -49,7 +51,8 @@ def _setting(default: Any, section: str, help: str | Callable[[], str], **more: 
     Besides the help line `more` can say: `least` (the smallest value), `share` (it lies between 0 and 1), `choices`, `by_task`
     (its defaults for texts and for images), `unset` (what files and flags say for None), `recorded` (its name in files),
     `flag` (its name on the command line and in grids, where that differs), `words` (its name in sentences), `hidden` (it has
-    no option of its own), `added` (files leave it out at its default, so that those written before it was added stay the same).
+    no option of its own), `added` (files leave it out at its default, so that those written before it was added stay the same),
+    `unless_goal` (the command line passes it on only where the user gave it, for it cannot stand beside a goal).
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
 
@@ -117,7 +120,7 @@ class Settings(_Checked):
     target: str = _setting(
         HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}.", choices=lambda: TARGETS
     )
-    ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.")
+    ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.", unless_goal=True)
     method: str = _setting("ucb", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
     seed: int = _setting(42, SEARCH, "Same seed and settings, same selection.")
     pulls_per_step: int = _setting(32, SEARCH, "Paired measurements for each unit removed.")  # T_step; G for greedy
@@ -178,6 +181,18 @@ class Settings(_Checked):
         "What is measured: labels (what the data say is right), distance (from the dense model's own outputs, without labels), "
         "or a function of your own, module:function or file.py:function. [default: labels if there are any]",
         added=True,
+    )
+    documents: str | None = _setting(
+        None,
+        DATA,
+        "How texts are cut. joined: into windows of one long text; lines: each line or record is a document of its own; jsonl: "
+        "the same, of JSON lines. [default: found out from the data]",
+        choices=lambda: DOCUMENTS,
+        words="form of the documents",
+        added=True,
+    )
+    holdout: float | None = _setting(
+        None, DATA, "Share kept for judging of data without splits, one file or a flat folder; the rest chooses.", added=True
     )
     layout: str = _setting(
         FREE,
@@ -252,6 +267,8 @@ class Settings(_Checked):
                 f"The loss is {self.loss!r}, but must be {LABELS}, {DISTANCE}, or a function written module:function or "
                 "file.py:function."
             )
+        if self.holdout is not None and not 0 < self.holdout <= 0.5:
+            raise SettingError(f"The holdout is {self.holdout}, but must lie between 0 and 0.5: 0.1 keeps a tenth for judging.")
         if len(self._goals()) > 1:
             raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
 
@@ -395,7 +412,23 @@ def make_job(model: str, **settings: Any) -> Job:
     job = Job(*(group(**values[group]) for group in GROUPS))  # type: ignore[arg-type]
     for part in job:
         part.check()
+    if settings.get("ratio") is not None and job.settings.keep:
+        raise ratio_and_goal()
+    check_holdout(job.settings, job.judging.data)
     return job
+
+
+def ratio_and_goal() -> SettingError:
+    return SettingError("There are both a ratio and a goal (such as --keep-params), but each says how much goes: give one.")
+
+
+def check_holdout(settings: Settings, data: str | None) -> None:
+    """Refuse a holdout beside data of their own to judge on."""
+    if settings.holdout is not None and data is not None and data != settings.calibration:
+        raise SettingError(
+            f"The holdout keeps a share of {settings.calibration!r} for judging, but {data!r} is there to judge: give "
+            "--holdout or --data."
+        )
 
 
 def check_type(name: str, value: Any, where: str) -> None:

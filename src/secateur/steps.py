@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from secateur.checks import check_evaluate, check_select, check_shrink, shared_settings
+from secateur.checks import check_evaluate, check_select, check_shrink, cut_as, shared_settings
 from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
@@ -21,6 +21,7 @@ from secateur.cut.checkpoint import (
 from secateur.cut.costs import goal_of
 from secateur.cut.record import CutRecord, read_record
 from secateur.data.batches import Batches
+from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import OutputError, SelectionError
 from secateur.files import jsonio
@@ -38,7 +39,7 @@ from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
 from secateur.selection import Reached, Selection
-from secateur.settings import FREE, LATENCY, Cutting, Job, Machine, Provenance, Settings, make_job
+from secateur.settings import BUILTIN, FREE, LATENCY, Cutting, Job, Machine, Provenance, Settings, make_job
 from secateur.units import Unit
 from secateur.watcher import Watcher
 
@@ -61,13 +62,15 @@ def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batc
     """The batches that choose."""
     watcher.stage("reading data")
     size = settings.calibration_size or 0
-    return load_batches(opened.model, opened.processor, settings.calibration, settings, split="train", size=size)
+    batches = load_batches(opened.model, opened.processor, settings.calibration, settings, split="train", size=size)
+    _remark(opened, batches, watcher)
+    return batches
 
 
-def evaluation_of(opened: Opened, job: Job) -> Batches:
-    """The batches that judge."""
+def evaluation_of(opened: Opened, job: Job, watcher: Watcher | None = None) -> Batches:
+    """The batches that judge; a watcher is told about them."""
     judging = job.judging
-    return load_batches(
+    batches = load_batches(
         opened.model,
         opened.processor,
         judging.data or "",
@@ -76,6 +79,14 @@ def evaluation_of(opened: Opened, job: Job) -> Batches:
         size=judging.size or 0,
         most=judging.max_batches or 0,
     )
+    if watcher:
+        _remark(opened, batches, watcher)
+    return batches
+
+
+def _remark(opened: Opened, batches: Batches, watcher: Watcher) -> None:
+    for sentence in remarks(opened.model, opened.processor, batches):
+        watcher.say(sentence)
 
 
 # Choose
@@ -192,7 +203,8 @@ def evaluate_on(
     """
     watcher = watcher or Watcher()
     chosen = Selection.load(selection) if selection else None
-    job = make_job(model, **settings)
+    data = settings.get("data") or settings.get("calibration", BUILTIN)
+    job = make_job(model, **{"calibration": data} | cut_as(chosen, data) | settings)
     check_evaluate(job, out)
     data = job.judging.data or job.settings.calibration
     about: dict[str, Any] = {"model": model, "selection": str(selection) if selection else None, "data": data}
@@ -202,7 +214,7 @@ def evaluate_on(
     if chosen:
         check_selection(opened, chosen)
     watcher.stage("reading data")
-    batches = evaluation_of(opened, job)
+    batches = evaluation_of(opened, job, watcher)
     if chosen:
         judgement = judge(opened.model, chosen, batches, loss=opened.loss, watcher=watcher)
         evaluated = Evaluated(**about, dense=judgement.dense, judgement=judgement)
@@ -287,7 +299,7 @@ def shrink_to(
     >>> shrink_to("gpt2", Path("sel.json"), Path("small"), repair="auto")
     """
     watcher, chosen = watcher or Watcher(), Selection.load(selection)
-    job = make_job(model, **shared_settings(chosen) | settings)
+    job = make_job(model, **shared_settings(chosen, settings))
     check_shrink(job, out, layout)
     check_cut_place(out)
     opened, job = open_job(job, watcher)

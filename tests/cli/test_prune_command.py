@@ -161,6 +161,8 @@ def test_prune_tries_the_form_of_repair_asked_for(form: str, world: World, tmp_p
     ("options", "said"),
     [
         (["--keep-params", 0.8, "--keep-flops", 0.8], r"\b2 .*parameters.*FLOPs"),
+        (["--keep-params", 0.8, "--ratio", 0.1], "ratio.*goal"),
+        (["--holdout", 0.6], r"holdout.*0\.6"),
         (["--keep-latency", 1.5], r"latency.*1\.5.*between 0 and 1"),
         (["--keep-params", "nan"], "parameters.*nan.*between 0 and 1"),
         (["--keep-params", 0.01], r"\b9 candidates.*left.*\b1\.0%"),

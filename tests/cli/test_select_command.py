@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import secateur as sc
-from worlds import FLAGS, SEQ_LEN, Run, World, check_refused, contents, prune_command
+from worlds import SEQ_LEN, Run, World, check_refused, contents, flags_beside, prune_command
 
 
 def select_command(world: World, out: Path, *more: object, task: str = "text") -> list[object]:
     folder, data = world.of(task)
-    return ["select", folder, "--calibration", data, *FLAGS, "-o", out, *more]
+    return ["select", folder, "--calibration", data, *flags_beside(more), "-o", out, *more]
 
 
 @pytest.mark.parametrize("task", ["text", "image"])

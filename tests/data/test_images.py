@@ -302,3 +302,45 @@ def test_two_splits_of_different_images_may_calibrate_and_evaluate(tmp_path: Pat
     write_images(tmp_path / "train", ["ant"], each=3)
     write_images(tmp_path / "val", ["ant"], each=3, seed=50)
     check_apart(*(image_batches(str(tmp_path), pixels, classes=["ant"], split=split).source for split in ("train", "test")))
+
+
+# A share held out
+
+
+def test_a_share_of_every_class_is_held_out_whatever_the_seed(tmp_path: Path) -> None:
+    root = write_images(tmp_path / "flat", ["LABEL_0", "LABEL_1"], each=10)
+    whole = set(image_batches(root, pixels, classes=NAMELESS).source.rows)
+    for seed in (1, 2):
+        train, test = (
+            image_batches(root, pixels, classes=NAMELESS, split=split, seed=seed, holdout=0.2) for split in ("train", "test")
+        )
+        check_apart(train.source, test.source)
+        assert sorted(torch.cat([batch["labels"] for batch in test]).tolist()) == [0, 0, 1, 1]
+        assert set(train.source.rows) | set(test.source.rows) == whole and len(train.source.rows) == 16
+        assert set(test.source.rows) == set(
+            image_batches(root, pixels, classes=NAMELESS, split="test", holdout=0.2).source.rows
+        )
+
+
+def test_copies_of_an_image_are_on_the_same_side(tmp_path: Path) -> None:
+    root = Path(write_images(tmp_path / "flat", ["LABEL_0"], each=6))
+    for path in sorted((root / "LABEL_0").iterdir()):
+        path.with_name(f"copy-{path.name}").write_bytes(path.read_bytes())
+    train, test = (image_batches(str(root), pixels, classes=NAMELESS, split=s, holdout=0.3) for s in ("train", "test"))
+    assert len(test.source.rows) == 4 and len(set(test.source.rows)) == 2
+    check_apart(train.source, test.source)
+
+
+def test_an_image_folder_with_splits_needs_no_holdout(tmp_path: Path) -> None:
+    write_images(tmp_path / "data" / "train", ["LABEL_0"])
+    write_images(tmp_path / "data" / "val", ["LABEL_0"], seed=9)
+    with pytest.raises(DataError) as caught:
+        image_batches(str(tmp_path / "data"), pixels, classes=NAMELESS, holdout=0.1)
+    assert "--holdout" in one_sentence(caught, tmp_path / "data")
+
+
+def test_one_image_a_class_cannot_be_held_out(tmp_path: Path) -> None:
+    root = write_images(tmp_path / "flat", ["LABEL_0", "LABEL_1"], each=1)
+    with pytest.raises(DataError) as caught:
+        image_batches(root, pixels, classes=NAMELESS, split="test", holdout=0.5)
+    assert "held out" in one_sentence(caught, root)

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import re
+import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from secateur.data.batches import Batches, check_apart
 from secateur.data.texts import text_batches
 from secateur.errors import DataError, MissingExtra, SettingError
 from secateur.settings import BUILTIN
-from tiny import REAL_DATA, tiny_tokenizer, without_network
+from tiny import REAL_DATA, character_tokenizer, tiny_tokenizer, without_network
 from worlds import one_sentence
 
 TOKENIZER = tiny_tokenizer()
@@ -204,7 +206,7 @@ def test_a_folder_with_a_test_split_does_not_evaluate_on_its_validation_split(tm
 def test_the_parts_of_a_split_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
     write_lines(tmp_path / "train-1.txt", ["the mat"])
     write_jsonl(tmp_path / "train-0.jsonl", ["the cat"])
-    batches = text_batches(str(tmp_path), TOKENIZER, seq_len=9)
+    batches = text_batches(str(tmp_path), TOKENIZER, seq_len=9, documents="joined")
     assert text_of(batches) == "the cat\nthe mat\n"
     assert len(batches.source.files) == 2
 
@@ -410,7 +412,7 @@ def test_a_name_asks_the_hub_for_its_repository_configuration_and_split(
         return {"text": ["the cat the mat"]}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(text_batches(name, TOKENIZER, split="test", seq_len=4)) == 1
+    assert len(text_batches(name, TOKENIZER, split="test", seq_len=4, documents="joined")) == 1
     assert asked == [(repository, configuration, {"split": "test"})]
 
 
@@ -583,3 +585,300 @@ def test_the_digest_of_a_source_tells_rows_and_their_order_apart(tmp_path: Path)
     orders = {"a.txt": one, "b.txt": two, "c.txt": one[::-1], "d.txt": one}
     digests = [text_batches(write_lines(tmp_path / name, x), TOKENIZER, seq_len=8).source.digest for name, x in orders.items()]
     assert len(set(digests)) == 3 and digests[0] == digests[3]
+
+
+# How documents are cut
+
+SHORT = ["the cat", "the mat", "a hat", "the cat the cat"]
+
+
+@pytest.mark.parametrize("puts_bos", [True, False])
+@pytest.mark.parametrize("kind", ["text.txt", "text.jsonl", "text.parquet"])
+def test_separate_documents_have_a_row_each_padded_on_the_right(tmp_path: Path, kind: str, puts_bos: bool) -> None:
+    write = {".txt": write_lines, ".jsonl": write_jsonl, ".parquet": write_parquet}[Path(kind).suffix]
+    tokenizer = tiny_tokenizer(puts_bos=puts_bos)
+    batches = text_batches(write(tmp_path / kind, [*SHORT, "", " "]), tokenizer, seq_len=10, documents="lines", batch_size=3)
+    assert [batch["input_ids"].shape for batch in batches] == [(3, 10), (1, 10)]
+    assert set(batches[0]) == {"input_ids", "labels"}
+    for text, ids, labels in zip(SHORT, joined(batches), joined(batches, "labels"), strict=True):
+        expected = [TOKENIZER.bos_token_id] * puts_bos + tokens_of(text)
+        assert ids[: len(expected)].tolist() == expected
+        assert labels.tolist() == expected + [-100] * (10 - len(expected))
+
+
+def test_a_document_that_ends_with_a_special_token_keeps_it(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "seqs.txt", ["ACD", "CC"])
+    rows = joined(text_batches(path, character_tokenizer("ACD", ends=True), seq_len=6, documents="lines"), "labels")
+    assert rows.tolist() == [[0, 4, 5, 6, 1, -100], [0, 5, 5, 1, -100, -100]]
+
+
+@pytest.mark.parametrize("puts_bos", [True, False])
+def test_a_long_document_is_cut_into_windows_of_its_own(tmp_path: Path, puts_bos: bool) -> None:
+    long = "the cat the cat the cat the cat the"  # 9 tokens
+    path = write_lines(tmp_path / "text.txt", [long, "a cat"])
+    rows = joined(text_batches(path, tiny_tokenizer(puts_bos=puts_bos), seq_len=4, documents="lines"), "labels").tolist()
+    tokens, bos = tokens_of(long), [TOKENIZER.bos_token_id]
+    windows = [bos + tokens[i : i + 3] for i in (0, 3, 6)] if puts_bos else [tokens[0:4], tokens[4:8]]  # not the 9th alone
+    short = (bos if puts_bos else []) + tokens_of("a cat")
+    assert rows == [*windows, short + [-100] * (4 - len(short))]
+
+
+def test_a_document_of_one_token_is_left_out_and_a_limit_counts_rows(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "text.txt", ["the", "a cat", "the", "the cat"])
+    batches = text_batches(path, TOKENIZER, seq_len=4, documents="lines")
+    assert len(batches.source.rows) == 2
+    assert text_batches(path, TOKENIZER, seq_len=4, documents="lines", limit=1).source.rows == batches.source.rows[:1]
+    with pytest.raises(DataError) as caught:
+        text_batches(write_lines(tmp_path / "short.txt", ["the"] * 3), TOKENIZER, seq_len=4, documents="lines")
+    assert "2 tokens" in one_sentence(caught, tmp_path / "short.txt")
+
+
+def test_documents_that_differ_only_by_a_repeated_end_are_two(tmp_path: Path) -> None:
+    rows = text_batches(write_lines(tmp_path / "text.txt", ["aa", "aaa"]), TOKENIZER, seq_len=8, documents="lines").source.rows
+    assert len(set(rows)) == 2
+
+
+def test_json_lines_are_read_from_a_file_of_any_name(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "corpus.json", SHORT)
+    named = write_jsonl(tmp_path / "corpus.jsonl", SHORT)
+    rows = text_batches(path, TOKENIZER, seq_len=10, documents="jsonl").source.rows
+    assert rows == text_batches(named, TOKENIZER, seq_len=10, documents="lines").source.rows
+    with pytest.raises(DataError) as caught:
+        text_batches(write_lines(tmp_path / "text.txt", SHORT), TOKENIZER, seq_len=10, documents="jsonl")
+    assert "Line 1" in one_sentence(caught, tmp_path / "text.txt") and "text" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [BUILTIN, "owner/name", "text.parquet"])
+def test_what_is_no_file_of_json_lines_is_not_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_parquet(tmp_path / "text.parquet", SHORT)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        text_batches(name, TOKENIZER, seq_len=10, documents="jsonl")
+    assert "--documents lines" in one_sentence(caught, name)
+
+
+def test_another_form_of_documents_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"'line'.*mean 'lines'"):
+        text_batches(BUILTIN, TOKENIZER, documents="line")
+
+
+def is_joined(batches: Batches) -> bool:
+    return not batches.note and bool((joined(batches, "labels") != -100).all())
+
+
+@pytest.mark.parametrize(
+    ("lines", "seq_len", "separate"),
+    [
+        (["the cat"] * 60, 8, True),
+        (["the cat"] * 60 + [""] * 30, 8, True),  # blank lines at the end part nothing
+        ((["the cat"] * 60 + [""]) * 3, 8, True),  # 2 blank lines of 183
+        ((["the cat"] * 20 + [""]) * 9, 8, False),  # paragraphs
+        (["the cat", ""] * 60, 8, False),
+        (["the cat"] * 60, 2, False),  # none has fewer than 2 tokens
+        (["the cat", "the cat the cat"] * 30, 3, False),  # half of them are no shorter than a row
+        (["the cat", "the cat", "the cat the cat"] * 30, 3, True),
+        (["the cat the cat the cat"], 8, False),  # a single text says nothing about others
+    ],
+)
+@pytest.mark.parametrize("write", [write_lines, write_jsonl, write_parquet])
+def test_documents_are_separate_where_most_are_short_and_none_is_blank(
+    tmp_path: Path, write: Any, lines: list[str], seq_len: int, separate: bool
+) -> None:
+    suffix = {write_lines: "txt", write_jsonl: "jsonl", write_parquet: "parquet"}[write]
+    path = write(tmp_path / f"text.{suffix}", lines)
+    if seq_len == 8 and len(lines) == 1:
+        with pytest.raises(DataError, match="less than one text of 8"):
+            text_batches(path, TOKENIZER, seq_len=seq_len)
+        return
+    batches = text_batches(path, TOKENIZER, seq_len=seq_len)
+    assert is_joined(batches) != separate
+    how = "lines" if separate else "joined"
+    assert batches.source.rows == text_batches(path, TOKENIZER, seq_len=seq_len, documents=how).source.rows
+    if separate:
+        assert path in batches.note and f"{seq_len} tokens" in batches.note and "--documents joined" in batches.note
+        assert ("line" if suffix == "txt" else "record") in batches.note
+
+
+def test_what_was_asked_for_is_not_said(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "text.txt", SHORT * 5)
+    assert text_batches(path, TOKENIZER, seq_len=10, documents="lines").note == ""
+    assert is_joined(text_batches(path, TOKENIZER, seq_len=10, documents="joined"))
+
+
+def test_all_splits_of_a_folder_are_cut_as_the_train_split_is(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a" / "train.txt", ["the cat"] * 60)
+    write_lines(tmp_path / "a" / "test.txt", ["the mat", ""] * 60)
+    write_lines(tmp_path / "b" / "train.txt", ["the mat", ""] * 60)
+    write_lines(tmp_path / "b" / "test.txt", ["the cat"] * 60)
+    for folder, separate in (("a", True), ("b", False)):
+        cut = [text_batches(str(tmp_path / folder), TOKENIZER, split=split, seq_len=8) for split in ("train", "test")]
+        assert [not is_joined(batches) for batches in cut] == [separate, separate]
+    write_lines(tmp_path / "c" / "test.txt", ["the cat"] * 60)  # it has no train split
+    assert not is_joined(text_batches(str(tmp_path / "c"), TOKENIZER, split="test", seq_len=8))
+
+
+@pytest.mark.parametrize("name", ["wikitext.txt", "wikitext2/train.txt", "WikiText-103/test.txt"])
+def test_wikitext_is_joined_even_without_its_blank_lines(tmp_path: Path, name: str) -> None:
+    assert is_joined(text_batches(write_lines(tmp_path / name, ["the cat"] * 60), TOKENIZER, seq_len=8))
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"the real data is not here: {REAL_DATA}")
+@pytest.mark.parametrize("name", ["wikitext2", "wikitext2/train.txt", "wikitext2/test.txt"])
+def test_the_real_wikitext_is_joined(name: str) -> None:
+    path = str(REAL_DATA / name)
+    for seq_len in (128, 1024):
+        assert is_joined(text_batches(path, TOKENIZER, seq_len=seq_len, limit=8))
+
+
+def test_the_documents_of_lambada_are_its_passages_unless_they_are_joined(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "lambada.jsonl", SHORT)
+    rows = {how: text_batches(path, TOKENIZER, seq_len=10, documents=how).source.rows for how in (None, "lines", "jsonl")}
+    assert len(set(rows.values())) == 1
+    assert "last_word" in text_batches(path, TOKENIZER, seq_len=10, documents="lines")[0]
+    assert is_joined(text_batches(path, TOKENIZER, seq_len=10, documents="joined"))
+
+
+# Tokenizers of other alphabets
+
+
+PROTEIN, DNA = "ACDEFGHIKLMNPQRSTVWYXBUZO", "ACGT"
+ENGLISH = string.ascii_letters + string.digits + string.punctuation + " \n"
+UPPER = tokenizers.normalizers.Sequence(
+    [tokenizers.normalizers.Replace(letter, letter.upper()) for letter in string.ascii_lowercase]
+)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        character_tokenizer(PROTEIN),
+        character_tokenizer(PROTEIN, unknown=False),
+        character_tokenizer(PROTEIN, normalizer=UPPER),
+        character_tokenizer(PROTEIN + " \n", unknown=False, normalizer=UPPER),
+        character_tokenizer(DNA),
+        character_tokenizer(DNA, unknown=False),
+        character_tokenizer("01", unknown=False),
+    ],
+)
+def test_the_builtin_text_is_refused_where_the_tokenizer_does_not_know_it(tokenizer: Any, split: str) -> None:
+    with pytest.raises(DataError) as caught:
+        text_batches(BUILTIN, tokenizer, split=split)
+    said = one_sentence(caught)
+    assert "built-in" in said and ("--calibration" if split == "train" else "--data") in said
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        tiny_tokenizer(),
+        tiny_tokenizer(puts_bos=True),
+        character_tokenizer(ENGLISH),
+        character_tokenizer(ENGLISH, unknown=False, ends=True),
+        character_tokenizer(ENGLISH, normalizer=tokenizers.normalizers.Lowercase()),
+    ],
+    ids=["bytes", "bytes with a beginning", "characters", "characters without an unknown one", "lower case"],
+)
+def test_the_builtin_text_fits_a_tokenizer_that_knows_english(tokenizer: Any) -> None:
+    assert len(text_batches(BUILTIN, tokenizer, limit=2)) == 1
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_beginning_token_is_found_in_any_alphabet(tmp_path: Path, unknown: bool, ends: bool) -> None:
+    path = write_lines(tmp_path / "seqs.txt", ["ACGT" * 9])
+    rows = joined(text_batches(path, character_tokenizer(DNA, unknown=unknown, ends=ends), seq_len=8))
+    assert (rows[:, 0] == 0).tolist() == [ends] * len(rows)
+    assert 0 not in rows[:, 1:]
+
+
+def test_a_tokenizer_whose_beginning_and_end_are_one_token_that_it_puts_at_the_end_begins_with_none(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(DNA, unknown=False)
+    tokenizer.bos_token = "</s>"
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    rows = joined(text_batches(write_lines(tmp_path / "seqs.txt", ["ACGT" * 9]), tokenizer, seq_len=8))
+    assert 1 not in rows
+
+
+# A share held out
+
+
+def held_out(path: str, share: float, **settings: Any) -> tuple[Batches, Batches]:
+    options = {"seq_len": 16, "batch_size": 100} | settings
+    calibration, evaluation = (text_batches(path, TOKENIZER, split=s, holdout=share, **options) for s in ("train", "test"))
+    check_apart(calibration.source, evaluation.source)
+    return calibration, evaluation
+
+
+def test_a_share_of_separate_documents_is_held_out_and_copies_stay_together(tmp_path: Path) -> None:
+    lines = [f"{i} the cat" for i in range(400)]
+    copies = [*lines, *(f"  {line.upper()} " for line in lines)]
+    path = write_lines(tmp_path / "text.txt", copies)
+    calibration, evaluation = held_out(path, 0.2, documents="lines")
+    whole = text_batches(path, TOKENIZER, seq_len=16, documents="lines")
+    assert sorted(calibration.source.rows + evaluation.source.rows) == sorted(whole.source.rows)
+    assert 0.12 < len(evaluation.source.rows) / len(copies) < 0.28
+    numbers = [
+        {"".join(c for c in TOKENIZER.decode(ids) if c.isdigit()) for ids in joined(side)} for side in (calibration, evaluation)
+    ]
+    assert not numbers[0] & numbers[1]
+
+
+def test_the_held_out_documents_do_not_depend_on_the_others(tmp_path: Path) -> None:
+    lines = [f"the cat {i}" for i in range(100)]
+    some = held_out(write_lines(tmp_path / "a.txt", lines[:60]), 0.3, documents="lines")[1].source.rows
+    every = held_out(write_lines(tmp_path / "b.txt", lines[::-1]), 0.3, documents="lines")[1].source.rows
+    assert some and set(some) < set(every)
+
+
+def test_the_last_share_of_joined_documents_is_held_out(tmp_path: Path) -> None:
+    lines = some_lines(50)
+    calibration, evaluation = held_out(write_lines(tmp_path / "text.txt", lines), 0.1, documents="joined")
+    for batches, part in ((calibration, lines[:45]), (evaluation, lines[45:])):
+        stream = tokens_of("\n".join(part) + "\n")
+        assert joined(batches).flatten().tolist() == stream[: len(stream) // 16 * 16]
+
+
+def test_a_flat_folder_is_held_out_as_one(tmp_path: Path) -> None:
+    lines = [f"the cat {i}" for i in range(200)]
+    write_lines(tmp_path / "a" / "one.txt", lines[:100])
+    write_lines(tmp_path / "a" / "two.txt", lines[100:])
+    sides = held_out(str(tmp_path / "a"), 0.2)
+    assert [len(side.source.files) for side in sides] == [2, 2]
+    assert sum(len(side.source.rows) for side in sides) == 200
+
+
+@pytest.mark.parametrize("name", [BUILTIN, "owner/name", "folder"])
+def test_data_with_splits_need_no_holdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_lines(tmp_path / "folder" / "train.txt", some_lines(50))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **settings: {"text": ["the cat the mat"]})
+    with pytest.raises(DataError) as caught:
+        text_batches(name, TOKENIZER, seq_len=4, holdout=0.1)
+    assert "--holdout" in one_sentence(caught, name)
+
+
+def test_a_holdout_of_nothing_is_one_sentence(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "text.txt", ["the cat the mat"])
+    for how, split in (("joined", "train"), ("lines", "test")):
+        with pytest.raises(DataError) as caught:
+            text_batches(path, TOKENIZER, split=split, seq_len=4, documents=how, holdout=1e-9)
+        assert "--holdout" in one_sentence(caught, path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"holdout": 0.2}, {"holdout": None}, {"documents": "joined"}, {"documents": "joined", "seq_len": 9}],
+    ids=str,
+)
+def test_data_held_out_in_another_way_cannot_judge(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = write_lines(tmp_path / "text.txt", [f"the cat {i}" for i in range(200)])
+    given: dict[str, Any] = {"documents": "lines", "holdout": 0.1, "seq_len": 16}
+    calibration = text_batches(path, TOKENIZER, split="train", **given)
+    evaluation = text_batches(path, TOKENIZER, split="test", **given | other)
+    with pytest.raises(DataError) as caught:
+        check_apart(calibration.source, evaluation.source)
+    assert "--holdout" in one_sentence(caught, path)
+    check_apart(calibration.source, text_batches(path, TOKENIZER, split="test", **given | {"seq_len": 9}).source)

@@ -23,7 +23,18 @@ from secateur.errors import MissingExtra, ModelError, SettingError, UnsupportedM
 from secateur.measure.evaluate import evaluate
 from secateur.model.families import anatomy
 from secateur.model.loading import KNOWN_MODELS, digest, load, load_shapes, open_model, resolve_device, versions
-from tiny import CLASSES, FAMILIES_TINY, IMAGE, REAL_DATA, logits_of, randomised, tiny_batch, tiny_tokenizer, without_network
+from tiny import (
+    CLASSES,
+    FAMILIES_TINY,
+    IMAGE,
+    REAL_DATA,
+    character_tokenizer,
+    logits_of,
+    randomised,
+    tiny_batch,
+    tiny_tokenizer,
+    without_network,
+)
 from worlds import one_sentence
 
 tf: Any = transformers
@@ -447,6 +458,21 @@ def test_a_config_that_makes_no_model_is_one_sentence(fields: dict[str, Any]) ->
         with pytest.raises(ModelError) as caught:
             call("folder-7")
         one_sentence(caught, "folder-7")
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+@pytest.mark.parametrize("letters", ["ACDEFGHIKLMNPQRSTVWY", "ACGT", "01"])
+def test_a_tokenizer_that_knows_no_english_is_a_tokenizer(letters: str, unknown: bool) -> None:
+    save_text_model("model", tokenizer=character_tokenizer(letters, unknown=unknown))
+    _, tokenizer = load("model", device="cpu")
+    assert tokenizer.decode(tokenizer(letters)["input_ids"]).replace(" ", "") == letters
+
+
+def test_letters_that_were_added_to_an_empty_vocabulary_are_a_tokenizer() -> None:
+    tokenizer = character_tokenizer("")
+    tokenizer.add_tokens(list("ACGT"))
+    save_text_model("model", tokenizer=tokenizer)
+    assert len(load("model", device="cpu")[1]("GATTACA")["input_ids"]) == 7
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "qwen2", "gpt_neox", "gemma"])

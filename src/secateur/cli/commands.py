@@ -118,6 +118,7 @@ def select(model: Model, out: OutFile, dry_run: DryRun = False, as_json: AsJson 
 @takes(
     "calibration",
     "calibration_size",
+    "documents",
     "measure",
     "max_shard_size",
     *MODEL,
@@ -143,7 +144,7 @@ def shrink(
 ) -> None:
     """Cut the units of a selection out of a model, prove that it computes what the zeroed one does, and write it."""
     settings |= repair_of(repair, repair_form)
-    check_shrink(make_job(model, **shared_settings(Selection.load(selection)) | settings), out, layout)
+    check_shrink(make_job(model, **shared_settings(Selection.load(selection), settings)), out, layout)
     from secateur.steps import shrink_to
 
     with Bars() as watcher:
@@ -200,6 +201,8 @@ def measure(
 
 @takes(
     "data",
+    "documents",
+    "holdout",
     "seq_len",
     "batch_size",
     "evaluation_size",

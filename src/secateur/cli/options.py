@@ -124,8 +124,10 @@ def takes(
 def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
     """The option of a setting, with its help line and its default."""
     field = keywords()[name][1]
-    default, about = None if unset else field.default, field.metadata
+    about = field.metadata
+    default = None if unset or about.get("unless_goal") else field.default
     line = help or (about["help"]() if callable(about["help"]) else about["help"])
+    line += f" [default: {field.default}]" if about.get("unless_goal") else ""
     line = line.replace("[default", "\\[default")  # what is in brackets is markup to rich
     kind = float if name == "cache_memory" else _plain_type(type_of(name))
     flag = f"--{name.replace('_', '-')}"

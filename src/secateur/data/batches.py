@@ -21,6 +21,8 @@ class Batches(Sequence[Batch]):
 
     items: Sequence[Batch]
     source: Source
+    note: str = ""  # what was found out about the data and decided by it
+    joined: bool = False  # whether they are windows of joined lines, each of which could be a document of its own
 
     def __len__(self) -> int:
         return len(self.items)
@@ -36,12 +38,17 @@ class Batches(Sequence[Batch]):
 def check_apart(calibration: Source, evaluation: Source) -> None:
     """Refuse evaluation data that overlap the calibration data."""
     shared = set(calibration.rows) & set(evaluation.rows)
-    same_file = set(calibration.files) & set(evaluation.files)
+    same_file = any(_overlap(one, other) for one in calibration.files for other in evaluation.files)
     all_shared = same_file or len(shared) == len(evaluation.rows)
+    if same_file and _is_part(calibration) and _is_part(evaluation):
+        raise DataError(
+            f"The data {evaluation.name!r} was held out in another way when it chose the units; give the --holdout, "
+            "--documents and --seq-len that chose them."
+        )
     if all_shared and calibration.name == evaluation.name:
         raise DataError(
             f"The data {evaluation.name!r} has no held-out split, so that the data which chose the units would also "
-            "judge them. Give other data with --data."
+            "judge them. Give other data with --data, or keep a share of these for judging with --holdout 0.1."
         )
     if shared or same_file:
         overlap = f"{len(shared)} of its {len(evaluation.rows)} rows are in" if shared else "it shares a file with"
@@ -49,6 +56,26 @@ def check_apart(calibration: Source, evaluation: Source) -> None:
             f"The evaluation data {evaluation.name!r} ({evaluation.split}) overlaps the data that chose the units ({overlap} "
             f"{calibration.name!r}); give another file or split with --data or --calibration."
         )
+
+
+def has_splits(name: str) -> DataError:
+    return DataError(f"The data {name!r} has splits of its own, so that no share of it need be held out: leave out --holdout.")
+
+
+def part_of(file: str, holdout: float, how: str, split: str) -> str:
+    """What identifies one of the two parts, "train" and "test", that a holdout makes of a file by its digest."""
+    return f"{file}:{how} {holdout:g}:{split}"
+
+
+def _is_part(source: Source) -> bool:
+    return any(":" in file for file in source.files)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether what is read of two files is the same file's, unless these are its two parts by the same holdout."""
+    file, how, split = one.split(":") if ":" in one else (one, "", "")
+    other_file, other_how, other_split = other.split(":") if ":" in other else (other, "", "")
+    return file == other_file and not (how and how == other_how and split != other_split)
 
 
 def check_counts(limit: int | None, batch_size: int) -> None:

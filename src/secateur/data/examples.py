@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateur.data.batches import Batches, check_counts, digest, digest_file
-from secateur.data.texts import documents_of, split_files, windows
-from secateur.errors import DataError, MissingExtra, first_line
+from secateur.data.batches import Batches, check_counts, digest, digest_file, has_splits, part_of
+from secateur.data.texts import documents_of, is_held_out, split_files, too_few, windows
+from secateur.errors import DataError, MissingExtra, SettingError, first_line
 from secateur.model.losses import IGNORED
 from secateur.selection import Source
-from secateur.settings import BUILTIN
+from secateur.settings import BUILTIN, JOINED, LINES
 from secateur.streams import DATA, stream
 
 MASKED_SHARE = 0.15  # of the tokens, as BERT was trained
@@ -40,7 +40,16 @@ class Example:
 
 
 def masked_batches(
-    name: str, tokenizer: Any, *, split: str, limit: int | None, seq_len: int, batch_size: int, seed: int, joined: bool = True
+    name: str,
+    tokenizer: Any,
+    *,
+    split: str,
+    limit: int | None,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    documents: str | None = None,
+    holdout: float | None = None,
 ) -> Batches:
     """Texts with some tokens replaced by the mask token, by seed; only these have labels. Joined texts fill whole windows."""
     check_counts(limit, batch_size)
@@ -48,14 +57,16 @@ def masked_batches(
         raise DataError(
             "The tokenizer has no mask token, so that no token can be hidden for the model to find; use --loss distance."
         )
-    documents, files = documents_of(name, split)
+    text = documents_of(name, tokenizer, split=split, seq_len=seq_len, documents=documents, holdout=holdout)
     before, after = _special_tokens(tokenizer)
-    if joined:
-        inner = windows(documents, tokenizer, [], limit=limit, seq_len=seq_len - len(before) - len(after))
-        rows = [{"input_ids": [*before, *window, *after]} for window in inner]
-    else:
-        examples = itertools.islice((Example(text) for text in documents), limit)
+    if text.separate:
+        examples = itertools.islice((Example(document) for document in text.documents), limit)
         rows = [row for row in _tokenised(examples, tokenizer, seq_len) if len(row["input_ids"]) > len(before) + len(after)]
+    else:
+        inner = windows(text.documents, tokenizer, [], limit=limit, seq_len=seq_len - len(before) - len(after))
+        rows = [{"input_ids": [*before, *window, *after]} for window in inner]
+    if not rows:
+        raise too_few(name, split, seq_len, separate=text.separate, held_out=holdout is not None)
     rng, special = stream(seed, DATA), set(tokenizer.all_special_ids)
     masked = []
     for row in rows:
@@ -66,8 +77,8 @@ def masked_batches(
         masked.append(
             row | {"input_ids": [tokenizer.mask_token_id if i in hidden else t for i, t in enumerate(ids)], "labels": labels}
         )
-    digests = [digest(json.dumps(row["input_ids"]).encode()) for row in rows]
-    return _batches(masked, tokenizer, Source(name, split, files, tuple(digests)), seq_len, batch_size)
+    source = Source(name, split, text.files, _row_digests(rows))
+    return Batches(_items(masked, tokenizer, batch_size), source, text.note, text.joined)
 
 
 def example_batches(
@@ -79,16 +90,21 @@ def example_batches(
     seq_len: int,
     batch_size: int,
     classes: Mapping[str, int] | None = None,
+    documents: str | None = None,
+    holdout: float | None = None,
 ) -> Batches:
     """Texts, each a row; with `classes` (names to numbers) and if every text has a label, the batches have labels too."""
     check_counts(limit, batch_size)
-    examples, files = _examples(name, split)
+    if documents == JOINED:
+        raise SettingError("This model takes each text by itself, so that documents cannot be joined: use --documents lines.")
+    examples, files = _examples(name, tokenizer, split=split, seq_len=seq_len, documents=documents, holdout=holdout)
     taken = list(itertools.islice(examples, limit))
     rows = list(_tokenised(taken, tokenizer, seq_len))
     if classes is not None and taken and all(example.label is not None for example in taken):
         rows = [row | {"labels": _class(example, classes, name)} for row, example in zip(rows, taken, strict=True)]
-    digests = [digest(json.dumps(row["input_ids"]).encode()) for row in rows]
-    return _batches(rows, tokenizer, Source(name, split, files, tuple(digests)), seq_len, batch_size)
+    if not rows:
+        raise too_few(name, split, seq_len, separate=True, held_out=holdout is not None)
+    return Batches(_items(rows, tokenizer, batch_size), Source(name, split, files, _row_digests(rows)))
 
 
 def _tokenised(examples: Iterable[Example], tokenizer: Any, seq_len: int) -> Iterator[dict[str, Any]]:
@@ -103,13 +119,12 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return list(probe[: (len(probe) + 1) // 2]), list(probe[(len(probe) + 1) // 2 :])
 
 
-def _batches(rows: Sequence[dict[str, Any]], tokenizer: Any, source: Source, seq_len: int, batch_size: int) -> Batches:
-    if not rows:
-        raise DataError(
-            f"The text {source.name!r} ({source.split}) holds no text of {seq_len} tokens; give more or a smaller --seq-len."
-        )
-    items = [_padded(rows[i : i + batch_size], tokenizer) for i in range(0, len(rows), batch_size)]
-    return Batches(items, source)
+def _row_digests(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(digest(json.dumps(row["input_ids"]).encode()) for row in rows)
+
+
+def _items(rows: Sequence[Mapping[str, Any]], tokenizer: Any, batch_size: int) -> list[dict[str, Tensor]]:
+    return [_padded(rows[i : i + batch_size], tokenizer) for i in range(0, len(rows), batch_size)]
 
 
 def _padded(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Tensor]:
@@ -139,17 +154,28 @@ def _class(example: Example, classes: Mapping[str, int], name: str) -> int:
     return found
 
 
-def _examples(name: str, split: str) -> tuple[Iterator[Example], tuple[str, ...]]:
+def _examples(
+    name: str, tokenizer: Any, *, split: str, seq_len: int, documents: str | None, holdout: float | None
+) -> tuple[Iterator[Example], tuple[str, ...]]:
     """The examples of a source in order, and digests that identify it."""
     if name and os.path.exists(name):
-        files = split_files(Path(name), split, (*TABLES, ".txt")) if os.path.isdir(name) else [Path(name)]
+        folder = os.path.isdir(name)
+        files, is_split = split_files(Path(name), split, (*TABLES, ".txt")) if folder else ([Path(name)], False)
         if all(file.suffix.lower() in TABLES for file in files):
+            read = (example for file in files for example in _read_table(file))
             digests = tuple(digest_file(file) for file in files)
-            return (example for file in files for example in _read_table(file)), digests
-    documents, digests = documents_of(name, split)
+            if holdout is None:
+                return read, digests
+            if is_split:
+                raise has_splits(name)
+            part = "train" if split == "train" else "test"
+            digests = tuple(part_of(file, holdout, LINES, part) for file in digests)
+            return (one for one in read if is_held_out(one.text, holdout) == (part == "test")), digests
+    text = documents_of(name, tokenizer, split=split, seq_len=seq_len, documents=documents or LINES, holdout=holdout)
+    found = text.documents
     if name == BUILTIN:  # a topic is far longer than what an encoder is asked about
-        documents = (part.strip() for topic in documents for part in topic.split("\n\n") if len(part.split()) > 8)
-    return (Example(text) for text in documents), digests
+        found = (part.strip() for topic in found for part in topic.split("\n\n") if len(part.split()) > 8)
+    return (Example(document) for document in found), text.files
 
 
 def _read_table(path: Path) -> Iterator[Example]:

@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from secateur.data.batches import SPLITS, Batches, check_counts, digest_file
+from secateur.data.batches import SPLITS, Batches, check_counts, digest_file, has_splits
 from secateur.errors import DataError
 from secateur.model.losses import Batch
 from secateur.selection import Source
@@ -34,16 +34,24 @@ def image_batches(
     batch_size: int = 8,
     seed: int = 42,
     keep: bool = False,
+    holdout: float | None = None,
 ) -> Batches:
     """At most `limit` images, drawn by seed from a folder of class folders, or from its `split` if it has splits.
 
     Without `classes` the batches have no labels, and the images may lie anywhere in the folder. Class folders are named by the
     model's class names (`classes`, in the order of its outputs) or by WordNet ids. Every image is read once before the batches
-    are returned. `keep` holds the preprocessed images in memory, for batches used many times.
+    are returned. `keep` holds the preprocessed images in memory, for batches used many times. Of a folder without splits,
+    `holdout` keeps this share of every class for the split "test".
     """
     check_counts(limit, batch_size)
     root = _image_split(Path(folder), split)
-    labelled = [(path, None) for path in _image_files(root)] if classes is None else _labelled_files(root, classes)
+    labelled = _image_files(root) if classes is None else _labelled_files(root, classes)
+    if holdout is not None:
+        if root != Path(folder):
+            raise has_splits(folder)
+        labelled = _part(labelled, holdout, split)
+        if not labelled:
+            raise DataError(f"The image folder {folder} has one image a class, of which no share can be held out.")
     order = stream(seed, DATA).permutation(len(labelled))[:limit]
     chosen = [labelled[i] for i in order]
     rows = tuple(_digest_image(path) for path, _ in chosen)
@@ -96,9 +104,9 @@ def _image_split(root: Path, split: str) -> Path:
     return root
 
 
-def _image_files(root: Path) -> list[Path]:
-    """All images in a folder and the folders in it."""
-    files = [file for file in sorted(root.rglob("*")) if _is_image(file)]
+def _image_files(root: Path) -> list[tuple[Path, int | None]]:
+    """All images in a folder and the folders in it, without labels."""
+    files: list[tuple[Path, int | None]] = [(file, None) for file in sorted(root.rglob("*")) if _is_image(file)]
     if not files:
         raise DataError(f"The folder {root} holds no images: expected {', '.join(IMAGE_SUFFIXES)} files.")
     return files
@@ -117,6 +125,20 @@ def _labelled_files(root: Path, classes: Sequence[str]) -> list[tuple[Path, int 
     if not files:
         raise DataError(f"The folder {root} holds no images: expected class folders of {', '.join(IMAGE_SUFFIXES)} files.")
     return files
+
+
+def _part(files: Sequence[tuple[Path, int | None]], holdout: float, split: str) -> list[tuple[Path, int | None]]:
+    """The images held out, or the others: in each class those with the lowest digests, so that copies are on the same side."""
+    digests = {path: digest_file(path) for path, _ in files}
+    by_class: dict[int | None, set[str]] = defaultdict(set)
+    for path, label in files:
+        by_class[label].add(digests[path])
+    held_out = {
+        (label, digest)
+        for label, found in by_class.items()
+        for digest in sorted(found)[: min(max(1, round(holdout * len(found))), len(found) - 1)]
+    }
+    return [(path, label) for path, label in files if ((label, digests[path]) in held_out) == (split != "train")]
 
 
 def _class_index(folders: Sequence[str], classes: Sequence[str]) -> dict[str, int]:

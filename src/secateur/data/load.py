@@ -45,6 +45,7 @@ def _read_texts(
 ) -> Batches:
     task, batch_size = task_of(model), settings.batch_size or 1
     common: dict[str, Any] = {"split": split, "limit": limit, "batch_size": batch_size}
+    common |= {"documents": settings.documents, "holdout": settings.holdout}
     common["seq_len"] = _checked_length(model, settings.seq_len)
     if task == TEXT:
         batches = text_batches(name, tokenizer, **common)
@@ -73,6 +74,7 @@ def _read_images(
         batch_size=settings.batch_size or 1,
         seed=settings.seed,
         keep=keep or split == "train",
+        holdout=settings.holdout,
     )
 
 

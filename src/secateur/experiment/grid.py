@@ -21,7 +21,7 @@ from secateur.experiment.work import failed_record
 from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, Where, perform_all
 from secateur.files import jsonio
 from secateur.methods import METHODS, method as method_row
-from secateur.settings import NONE, Judging, Settings, check_type, keywords
+from secateur.settings import NONE, Judging, Settings, check_holdout, check_type, keywords, ratio_and_goal
 from secateur.watcher import GridProgress
 
 # The tables that a grid can make, by task: the paper's by number, and our ablations.
@@ -29,7 +29,9 @@ TABLES = {"text": ("4", "6", "7", "10", "ablation"), "image": ("8", "9", "ablati
 DATA_NAMES = {"wikitext2": "WikiText-2", "lambada": "LAMBADA", "imagenette": "Imagenette", "imagenette2-320": "Imagenette"}
 ANY_SEED = 1  # if a choice does not depend on the seed
 
-OF_THE_CELL = {"target", "ratio", "method", "seed", "layout", "device", "data", "keep_params", "keep_flops", "keep_latency"}
+CUT = ("documents", "holdout")  # how the data are cut, if that is given
+GOALS = ("keep_params", "keep_flops", "keep_latency")
+OF_THE_CELL = {"target", "ratio", "method", "seed", "layout", "device", "data", *GOALS}
 SHARED = {"task": str, "seeds": list, "models": (list, dict), "settings": dict}
 OF_A_TABLE = {"target": str, "ratios": list, "methods": list, "data": list, "vary": dict}
 
@@ -64,6 +66,7 @@ class Run:
     def base_key(self) -> str:
         """Runs with the same base key are judged against the same dense model on the same batches."""
         settings = {name: getattr(self.settings, name) for name in ("model", "dtype", "seq_len", "batch_size")}
+        settings |= {name: value for name in CUT if (value := getattr(self.settings, name)) is not None}
         seed = self.seed if self.task == "image" else None  # only images are drawn by seed
         return jsonio.fingerprint([settings, self.judging.to_json(), seed])
 
@@ -238,12 +241,13 @@ def _cell(
             run_seed = None if not seeded and task == "text" else seed
             choice = Settings(model, target, ratio, method, choice_seed, layout=NONE, **options).for_task(task)
             choice.check()
+            check_holdout(choice, data)
             runs[method][run_seed] = Run(label, name, task, choice.without_unused(), judging, run_seed, varied)
     bases = {(task == "image" and run.seed, run.base_key) for of_method in runs.values() for run in of_method.values()}
     if len(bases) > len({seed for seed, _ in bases}):
         raise SettingError(
-            "the methods of a table must be judged alike: give batch_size, seq_len, dtype, evaluation_size and "
-            "evaluation_batches for all of them, not for one."
+            "the methods of a table must be judged alike: give batch_size, seq_len, dtype, documents, holdout, evaluation_size "
+            "and evaluation_batches for all of them, not for one."
         )
     return Cell(name, label, target, ratio, vary, runs)
 
@@ -283,6 +287,8 @@ def _check_keys(where: str, fields: Mapping[str, Any], known: Mapping[str, Any])
 
 def _check_settings(where: str, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
+        if name in GOALS:
+            raise ratio_and_goal()
         if name not in grid_settings():
             raise not_one_of(f"setting of {where}", name, sorted(grid_settings()))
         check_type(name, value, where)
@@ -327,6 +333,7 @@ def run_grid(
         state = _State(grid.name, store, ended, todo, where.workers, device, trust_remote_code)
         tasks = [list(runs) for _, runs in groupby(todo, key=lambda run: (run.choice_key, run.seed))]
         problems: dict[tuple[str, ...], str] = {}  # by what `_needs` returns
+        said: set[str] = set()
         progress(state.progress(""))
 
         def prepare(runs: list[Run]) -> Task | None:
@@ -338,6 +345,10 @@ def run_grid(
 
         for runs, outcome in perform_all(tasks, prepare, where):
             state.task_ended(runs)
+            for sentence in outcome.remarks:
+                if sentence not in said:
+                    say(sentence)
+            said |= set(outcome.remarks)
             if outcome.problem:
                 problems[_needs(runs)] = outcome.problem
                 continue
@@ -445,13 +456,13 @@ def _kinds(*names: str) -> list[tuple[str, ...]]:
 def _needs(runs: Sequence[Run]) -> tuple[str, ...]:
     """The model and the data that a task loads, and the settings that it loads them with."""
     settings = runs[0].settings
-    form = (settings.dtype, str(settings.seq_len), str(settings.batch_size))
+    form = (settings.dtype, *(str(getattr(settings, name)) for name in ("seq_len", "batch_size", *CUT)))
     return settings.model, *form, settings.calibration, *sorted({run.judging.data or "" for run in runs})
 
 
 def _calibration(settings: Settings, task: str) -> list[Any]:
     """Values that are equal for settings with the same calibration data."""
-    names = ["model", "calibration", "calibration_size", "seq_len", *(["seed"] if task == "image" else [])]
+    names = ["model", "calibration", "calibration_size", "seq_len", *CUT, *(["seed"] if task == "image" else [])]
     return [getattr(settings, name) for name in names]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from secateur.data.batches import Batches, check_apart
+from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import SecateurError, SettingError, first_line
 from secateur.experiment.store import DONE, FAILED, Record
@@ -51,6 +52,7 @@ class Workplace:
         self._batches: dict[tuple[Any, ...], Batches] = {}
         self._sources: dict[tuple[Any, ...], Source] = {}
         self._dense: dict[str, Evaluation] = {}
+        self.remarks: list[str] = []  # about the batches that were read
 
     @property
     def opened(self) -> Opened:
@@ -79,6 +81,8 @@ class Workplace:
                 model, self.opened.processor, name, settings, split=split, size=size, most=most, keep=keep
             )
             self._sources[key] = self._batches[key].source
+            if split == "train" or name != settings.calibration:  # of the same data all has been said
+                self.remarks += remarks(model, self.opened.processor, self._batches[key])
         return self._batches[key]
 
     def source(self, name: str, settings: Settings, split: str, size: int) -> Source:
@@ -88,7 +92,7 @@ class Workplace:
 
     def _key(self, name: str, settings: Settings, split: str, size: int, most: int) -> tuple[Any, ...]:
         seed = settings.seed if task_of(self.opened.model) == "image" else None
-        return name, split, size, most, settings.seq_len, settings.batch_size, seed
+        return name, split, size, most, settings.seq_len, settings.batch_size, settings.documents, settings.holdout, seed
 
     def dense(self, run: TaskRun, batches: Batches) -> Evaluation:
         """The dense model's evaluation: from an earlier record or task, or measured now."""
@@ -151,7 +155,7 @@ def perform(task: Task, part: Part) -> Outcome:
             continue
         seconds = time.perf_counter() - started
         records.append(_record(task, run, opened, source, batches.source, choice, judgement, seconds))
-    return Outcome(records=tuple(records))
+    return Outcome(records=tuple(records), remarks=tuple(_workplace.remarks))
 
 
 def _check_same(task: Task, opened: Opened, source: Source) -> None:

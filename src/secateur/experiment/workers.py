@@ -110,6 +110,7 @@ class Outcome:
     records: tuple[Record, ...] = ()
     problem: str = ""
     lost: str = ""
+    remarks: tuple[str, ...] = ()  # about the data that were read for it
 
 
 Prepare = Callable[[Item], Task | None]

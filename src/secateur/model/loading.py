@@ -301,7 +301,9 @@ def _processor(name: str, inputs: str, trust_remote_code: bool) -> Any:
     with _model_errors(name, "tokenizer or image processor"):
         if inputs == TEXT:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-            if set(tokenizer("a b")["input_ids"]) <= {tokenizer.unk_token_id}:  # empty: the folder had no files for it
+            special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+            # Without files for it, transformers makes a tokenizer that has only special tokens.
+            if set(tokenizer.get_vocab().values()) <= special | set(tokenizer.all_special_ids):
                 raise OSError("there is no tokenizer.json")
             return tokenizer
         # Always the PIL backend: the backends differ in the last bits of a resized image.
