@@ -7,18 +7,18 @@ import pytest
 
 import secateur as sc
 from secateur.methods import METHODS, searching
-from worlds import SMALL, Listener, Run, World, check_refused, contents, prune_command
+from worlds import Listener, Run, World, check_refused, contents, prune_command, small
 
 CUT: dict[str, Any] = {"layout": "free", "measure": False, "calibration_size": 16}
 
 
 def foretold(world: World, *, task: str = "text", **settings: Any) -> sc.Forecast:
     model, data = world.of(task)
-    return sc.forecast_of(str(model), calibration=str(data), device="cpu", **SMALL | settings)
+    return sc.forecast_of(str(model), calibration=str(data), device="cpu", **small(settings))
 
 
 def chosen(world: World, out: Path, **settings: Any) -> sc.Selection:
-    return sc.select_to(str(world.text_model), out, calibration=str(world.text), device="cpu", **SMALL | settings).selection
+    return sc.select_to(str(world.text_model), out, calibration=str(world.text), device="cpu", **small(settings)).selection
 
 
 @pytest.mark.parametrize("method", METHODS)

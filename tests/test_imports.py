@@ -16,6 +16,7 @@ FOLDERS = sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py"
 PLAIN = {
     "errors",
     "units",
+    "tasks",
     "streams",
     "settings",
     "methods",
@@ -23,7 +24,7 @@ PLAIN = {
     "judgement",
     "watcher",
     "checks",
-}  # plain data and words
+}  # data and words
 EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of them, and no other
     "plain": {"files", "search"},  # of search only the policies, which methods.py lists
     "files": {"plain"},
