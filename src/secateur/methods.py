@@ -101,6 +101,14 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         score=f"{_SCORES}:fisher_scores",
         needs=GRADIENTS,
     ),
+    "obs": Method(
+        "OBS",
+        "smallest error of the output projection once its other columns make up for it; for cuts with --repair",
+        RIVAL,
+        Look("0.70", "\\\\//", "*", (0, (1, 1))),
+        score=f"{_SCORES}:obs_scores",
+        needs=ACTIVATIONS,
+    ),
     "greedy": Method(
         "Budgeted greedy",
         "every candidate of a trial set measured once",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateur.cut.repair import MEMORY, Moments, Projection, Repair, check_repairable, repair
+from secateur.cut.repair import MEMORY, Repair, check_repairable, repair
 from secateur.cut.surgery import kept_of, shrink
 from secateur.errors import SelectionError, SettingError
 from secateur.model.families import anatomy, candidate_units, input_dim, weight_of
@@ -274,21 +274,6 @@ def test_padding_counts_for_nothing() -> None:
     smalls = [fitted(model, UNITS, given) for given in (batches, padded)]
     for one, other in zip(smalls[0].parameters(), smalls[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-def test_no_position_decides_however_large_or_small_its_activations() -> None:
-    projection = Projection(nn.Linear(3, 2), nn.Linear(2, 2), torch.tensor([0, 1]), torch.tensor([2]))
-    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    found = []
-    for scale in (0, 1, 1e6):
-        moments = Moments(projection, products=True)
-        moments.add(x[:0])  # a batch of nothing but padding
-        moments.add(x[:25])
-        moments.add(torch.cat([scale * x[25:26], x[26:]]))
-        found.append(moments.means())
-    for mean, products in found:
-        torch.testing.assert_close(mean, found[1][0], rtol=0, atol=0.05)
-        torch.testing.assert_close(products, found[1][1], rtol=0, atol=0.1)
 
 
 def test_channels_that_are_always_0_change_nothing() -> None:

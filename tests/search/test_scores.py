@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from secateur.errors import SettingError
 from secateur.methods import scoring, searching
-from secateur.model.families import candidate_units
+from secateur.model.families import anatomy, candidate_units, input_dim, weight_of
+from secateur.model.moments import DAMPING, Moments, gather
 from secateur.search.scores import unit_scores
 from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batches
@@ -257,3 +258,52 @@ def test_a_method_that_is_unknown_or_has_no_score_is_refused_with_those_that_hav
     assert scoring() == ["random", "magnitude", "wanda", "taylor", "fisher"]
     with pytest.raises(SettingError, match=f"'{method}'.*{'.*'.join(scoring())}"):
         unit_scores(method, FAMILIES_TINY["gpt2"](), UNITS)
+
+
+def compensated_error(model: nn.Module, projection: nn.Module, batches: list[dict[str, Tensor]], gone: list[int]) -> float:
+    """The least ridge error of a projection without some inputs, its other columns and bias free: solved as a plain system."""
+    moments = Moments(projection)
+    gather(model, {projection: moments}, batches)
+    mean, gram = moments.means()
+    weight = weight_of(projection).detach().double()
+    weight = weight if input_dim(projection) == 1 else weight.T
+    gram = gram - mean[:, None] * mean if isinstance(projection.bias, Tensor) else gram
+    gram = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    stay = [i for i in range(len(gram)) if i not in gone]
+    columns = torch.linalg.solve(gram[stay][:, stay], gram[stay] @ weight.T).T
+    error = weight.clone()
+    error[:, stay] -= columns
+    return float((error @ gram * error).sum())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(("kind", "width"), [(HEAD, 0), (MLP, GROUP), (MLP, 1)])
+def test_obs_adds_up_to_the_error_that_is_left_when_the_other_columns_make_up_for_it(
+    family: str, kind: str, width: int
+) -> None:
+    model = FAMILIES_TINY[family]()
+    batches = tiny_batches(model, 4)
+    layer = anatomy(model)[1]
+    units = [unit for unit in candidate_units(model, kind, width or GROUP) if unit.layer == 1]
+    scores = unit_scores("obs", model, units, batches=batches)
+    order = sorted(scores, key=scores.__getitem__)
+    total, gone = 0.0, list[int]()
+    for unit in order[: len(order) // 2]:
+        (part,) = layer.ranges(unit)
+        total, gone = total + scores[unit], [*gone, *part.channels]
+        left = compensated_error(model, part.projection, batches, gone)
+        # A unit's score is raised to that of the one before it, so that sums may be above.
+        assert left <= total * (1 + 1e-6)
+        assert unit is not order[0] or left == pytest.approx(total, rel=1e-6)
+
+
+def test_of_two_channels_that_carry_the_same_obs_removes_one_and_keeps_the_other() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    layer = anatomy(model)[0]
+    with torch.no_grad():
+        for tensor in (layer.mlp_in[0].weight.T, layer.mlp_in[0].bias):  # type: ignore[operator]
+            tensor[5] = tensor[3]
+    units = [unit for unit in candidate_units(model, MLP, 1) if unit.layer == 0]
+    scores = unit_scores("obs", model, units, batches=tiny_batches(model, 6))
+    twins = sorted(scores[Unit(MLP, 0, i, 1)] for i in (3, 5))
+    assert twins[0] < 0.2 * twins[1]

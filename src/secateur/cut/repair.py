@@ -10,10 +10,7 @@ nothing changes. If the projection has a bias, M are covariances and b' = b + W_
 second moments and no bias is added, so that the family's class still builds the checkpoint. The cheap form changes the bias
 alone: W' = W_K and b' = b + W_R mu_R.
 
-x is the input of the projection in the dense model. E gives a position the weight 1 / (|x|^2 + c), where c is the median |x|^2.
-Language models have a few positions (the first of a text, some delimiters) whose activations are a thousand times larger than
-the others'. With equal weights these positions decide everything: when SmolLM2-135M's block 28 lost the channel behind them,
-the cut cost 0.05 nats and its repair 2.4. The next norm in the model makes all positions count alike, and so do the weights.
+x is the input of the projection in the dense model, and E weights positions as model/moments.py says.
 
 None of this uses the loss, so a repair can do harm. Some batches are held out, and a repair that does not lower their loss is
 undone.
@@ -32,13 +29,13 @@ from torch import Tensor, nn
 from secateur.cut.surgery import kept_of
 from secateur.errors import SelectionError, SettingError, not_one_of
 from secateur.model.families import anatomy, input_dim, weight_of
-from secateur.model.losses import Batch, Loss, batch_losses, evaluating, outputs, real_positions
+from secateur.model.losses import Batch, Loss, batch_losses, evaluating
+from secateur.model.moments import DAMPING, Moments, gather
 from secateur.settings import AUTO, BIAS, LEAST_SQUARES, NONE, REPAIRS
 from secateur.units import Unit
 
 _IN_WORDS = {LEAST_SQUARES: "least squares", BIAS: "their biases"}
 FORMS = REPAIRS
-DAMPING = 0.03  # the ridge, as a multiple of the mean diagonal entry of M_KK
 MEMORY = 2**32  # bytes of moments in memory at the same time
 
 
@@ -178,42 +175,6 @@ class Solution(NamedTuple):
     values: list[Tensor]  # of the weight, and of the bias if there is one
 
 
-class Moments:
-    """Weighted sums over the positions seen so far: of each channel, and of the products of kept channels with all channels.
-
-    The sums are in float32, which every device has. That is precise enough, since no weighted position is large: the solution,
-    computed in float64, differs by 4e-6 from one with float64 sums (SmolLM2-135M, 16 batches).
-    """
-
-    def __init__(self, projection: Projection, *, products: bool) -> None:
-        n = len(projection.kept) + len(projection.removed)
-        device = weight_of(projection.dense).device
-        self.kept = projection.kept.to(device)
-        self.usual: Tensor | None = None  # c: the median |x|^2 of the first batch
-        self.weights = torch.zeros((), device=device)
-        self.sums = torch.zeros(n, device=device)
-        self.products = torch.zeros(len(self.kept) if products else 0, n, device=device)
-
-    def add(self, x: Tensor) -> None:
-        if not len(x):
-            return
-        x = x.float()  # (positions, channels)
-        squares = x.square().sum(1)
-        if self.usual is None:
-            self.usual = squares.median().clamp(min=torch.finfo(x.dtype).tiny)
-        weights = (squares + self.usual).reciprocal()
-        weighted = weights[:, None] * x
-        self.weights += weights.sum()
-        self.sums += weighted.sum(0)
-        if len(self.products):
-            self.products += weighted.index_select(1, self.kept).T @ x
-
-    def means(self) -> tuple[Tensor, Tensor]:
-        """The weighted means of the channels (channels,) and of the products (kept, channels), in float64."""
-        total = self.weights.item() or 1.0  # 0 if no position was seen: then all sums are 0 too
-        return self.sums.to("cpu", torch.float64) / total, self.products.to("cpu", torch.float64) / total
-
-
 def _moments(
     model: nn.Module,
     projections: Sequence[Projection],
@@ -222,27 +183,10 @@ def _moments(
     products: bool,
     report_progress: Callable[[int], None],
 ) -> list[tuple[Projection, Moments]]:
-    """Run the batches through the dense model and sum up the inputs of the projections, without padding."""
-    pairs = [(projection, Moments(projection, products=products)) for projection in projections]
-    real: Tensor | None = None  # the positions of the current batch that are not padding; None for all
-
-    def adding_hook(moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].flatten(0, -2)
-            moments.add(x if real is None else x[real.to(x.device)])
-
-        return hook
-
-    handles = [projection.dense.register_forward_pre_hook(adding_hook(moments)) for projection, moments in pairs]
-    try:
-        with torch.inference_mode(), evaluating(model):
-            for batch in batches:
-                real = real_positions(batch)
-                outputs(model, batch)
-                report_progress(1)
-    finally:
-        for handle in handles:
-            handle.remove()
+    """The moments of what enters each projection in the dense model."""
+    none = torch.arange(0)
+    pairs = [(projection, Moments(projection.dense, projection.kept if products else none)) for projection in projections]
+    gather(model, {projection.dense: moments for projection, moments in pairs}, batches, report_progress)
     return pairs
 
 
