@@ -236,7 +236,7 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
 
 
 def _no_weights(name: str, auto: Any) -> str:
-    """What to say of a folder without safetensors; if it has a pickle, with the command that converts it, which the user runs."""
+    """What to say of a folder without safetensors: of one with a pickle, also the command by which the user converts it."""
     said = f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read."
     if not any(Path(name).glob("pytorch_model*.bin")):
         return said
