@@ -173,7 +173,7 @@ def test_onnxruntime_makes_int8_of_a_cut_model_that_says_nearly_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox", "llama", "gemma2", "vit", "swin", "timm vit"])
 def test_a_cut_model_is_compiled_as_one_graph(name: str) -> None:
     small = cut(name, "free")
     module, _ = wrapped(small)

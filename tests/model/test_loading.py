@@ -591,7 +591,7 @@ def test_the_refusal_of_a_pickle_gives_one_command_that_converts_it(
     with pytest.raises(ModelError) as caught:
         load_model("folder 7", device="cpu")
     one_sentence(caught, "folder 7")
-    python, option, code, folder = shlex.split(str(caught.value).partition("convert it with: ")[2])
+    python, option, code, folder = shlex.split(str(caught.value).split("`")[1])
     assert (python, option) == ("python", "-c")
     monkeypatch.setattr(sys, "argv", [option, folder])  # in this process, where a torchvision that fails to load is mended
     exec(code, {})

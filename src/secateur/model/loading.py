@@ -241,7 +241,8 @@ def _no_weights(name: str, auto: Any) -> str:
     if not any(Path(name).glob("pytorch_model*.bin")):
         return said
     code = f"import sys, transformers as t; t.{auto.__name__}.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
-    return f'{said} If you trust its pytorch_model.bin, convert it with: python -c "{code}" {shlex.quote(name)}'
+    command = f'python -c "{code}" {shlex.quote(name)}'
+    return f"{said} Run `{command}` to convert its pytorch_model.bin, if you trust that file."
 
 
 @dataclass(frozen=True)
