@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from secateur.data.images import image_batches
 from secateur.errors import MissingExtra, ModelError, SettingError, UnsupportedModel
 from secateur.measure.evaluate import evaluate
 from secateur.model.families import anatomy
-from secateur.model.loading import KNOWN_MODELS, digest, load, load_shapes, open_model, resolve_device, versions
+from secateur.model.loading import KNOWN_MODELS, digest, load, load_model, load_shapes, open_model, resolve_device, versions
 from tiny import (
     CLASSES,
     FAMILIES_TINY,
@@ -600,6 +601,36 @@ def test_a_checkpoint_that_is_only_a_pickle_is_refused_even_if_it_is_harmless(sa
     with pytest.raises(ModelError) as caught:
         load("folder-7", device="cpu")
     one_sentence(caught, "folder-7")
+
+
+@pytest.mark.parametrize("save", [save_text_model, save_image_model])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_the_refusal_of_a_pickle_gives_one_command_that_converts_it(
+    save: Callable[[str], nn.Module], file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save("folder 7")
+    Path("folder 7", WEIGHTS).unlink()
+    torch.save(model.state_dict(), Path("folder 7", file))
+    if file != "pytorch_model.bin":
+        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), file)}
+        Path("folder 7", "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError) as caught:
+        load_model("folder 7", device="cpu")
+    one_sentence(caught, "folder 7")
+    python, option, code, folder = shlex.split(str(caught.value).split("`")[1])
+    assert (python, option) == ("python", "-c")
+    monkeypatch.setattr(sys, "argv", [option, folder])  # in this process, where a torchvision that fails to load is mended
+    exec(code, {})
+    batch = tiny_batch(model)
+    assert torch.equal(logits_of(load_model("folder 7", device="cpu"), batch), logits_of(model, batch))
+
+
+def test_without_a_pickle_no_command_is_given() -> None:
+    save_text_model("folder-7")
+    Path("folder-7", WEIGHTS).unlink()
+    with pytest.raises(ModelError) as caught:
+        load_model("folder-7", device="cpu")
+    assert "python" not in one_sentence(caught, "folder-7")
 
 
 def test_a_pickle_given_as_a_timm_models_weights_is_not_loaded(trap: bytes) -> None:

@@ -255,7 +255,7 @@ def test_a_method_that_needs_batches_says_so(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["luck", *searching()])
 def test_a_method_that_is_unknown_or_has_no_score_is_refused_with_those_that_have_one(method: str) -> None:
-    assert scoring() == ["random", "magnitude", "wanda", "taylor", "fisher"]
+    assert scoring() == ["random", "magnitude", "wanda", "taylor", "fisher", "obs"]
     with pytest.raises(SettingError, match=f"'{method}'.*{'.*'.join(scoring())}"):
         unit_scores(method, FAMILIES_TINY["gpt2"](), UNITS)
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import socket
 import sys
 import urllib.parse
@@ -259,7 +260,7 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
     config = _config(name, trust_remote_code)
     auto = _auto_class(config)
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
-        raise ModelError(f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read.")
+        raise ModelError(_no_weights(name, auto))
     kind, layout = auto, None
     if hasattr(config, "secateur"):  # its layers differ; shrunk.py is run, not the copy in the folder
         layout = _read_layout(name, config.secateur, getattr(config, "auto_map", None))
@@ -279,6 +280,16 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
     if layout is not None:
         _check_blocks(name, model, layout)
     return model
+
+
+def _no_weights(name: str, auto: Any) -> str:
+    """What to say of a folder without safetensors: of one with a pickle, also the command by which the user converts it."""
+    said = f"The folder {name} holds no weights: there is no .safetensors file in it, and no other kind is read."
+    if not any(Path(name).glob("pytorch_model*.bin")):
+        return said
+    code = f"import sys, transformers as t; t.{auto.__name__}.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+    command = f'python -c "{code}" {shlex.quote(name)}'
+    return f"{said} Run `{command}` to convert its pytorch_model.bin, if you trust that file."
 
 
 @dataclass(frozen=True)
