@@ -299,10 +299,9 @@ def test_obs_adds_up_to_the_error_that_is_left_when_the_other_columns_make_up_fo
 
 def test_of_two_channels_that_carry_the_same_obs_removes_one_and_keeps_the_other() -> None:
     model = FAMILIES_TINY["gpt2"]()
-    layer = anatomy(model)[0]
+    first: Any = anatomy(model)[0].mlp_in[0]
     with torch.no_grad():
-        for tensor in (layer.mlp_in[0].weight.T, layer.mlp_in[0].bias):  # type: ignore[operator]
-            tensor[5] = tensor[3]
+        first.weight[:, 5], first.bias[5] = first.weight[:, 3], first.bias[3]
     units = [unit for unit in candidate_units(model, MLP, 1) if unit.layer == 0]
     scores = unit_scores("obs", model, units, batches=tiny_batches(model, 6))
     twins = sorted(scores[Unit(MLP, 0, i, 1)] for i in (3, 5))
