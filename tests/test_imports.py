@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "secateur"
 MODULES = sorted(".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py"))
 FOLDERS = sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists())
 
-PLAIN = {"errors", "units", "streams", "settings", "methods", "selection", "judgement", "watcher"}  # plain data and words
+PLAIN = {"errors", "units", "tasks", "streams", "settings", "methods", "selection", "judgement", "watcher"}  # data and words
 EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of them, and no other
     "plain": {"files", "search"},  # of search only the policies, which methods.py lists
     "files": {"plain"},
