@@ -301,8 +301,8 @@ def task_of(model: nn.Module) -> str:
     task = next((task for name in names if (task := task_of_class(family, name))), None)
     if task is None:
         raise UnsupportedModel(
-            f"{names[0]} is a {family} model with a head that Secateur has no loss for; in Python, pass it to DamageMeter with a "
-            f"loss of your own, or load it with one of {', '.join(classes_of(family))}."
+            f"{names[0]} is a {family} model with a head that Secateur has no loss for; in Python, pass it to DamageMeter with "
+            f"a loss of your own, or load it with one of {', '.join(classes_of(family))}."
         )
     return task
 

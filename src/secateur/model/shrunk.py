@@ -160,7 +160,23 @@ class Shrunk:
 @functools.cache
 def shrunk_class(base: Any) -> Any:
     """The shrunk form of a transformers model class."""
-    return base if issubclass(base, Shrunk) else type(f"Shrunk{base.__name__}", (Shrunk, base), {"__module__": __name__})
+    if issubclass(base, Shrunk):
+        return base
+    made = type(f"Shrunk{base.__name__}", (Shrunk, base), {"__module__": __name__})
+    _share_renames(base.__name__, made.__name__)
+    return made
+
+
+def _share_renames(name: str, shrunk_name: str) -> None:
+    """Let a shrunk class have the renames of tensors that transformers knows by the name of its class (ViTModel).
+
+    Without them ViT's blocks would be drawn anew, since files have the tensors' old names.
+    """
+    from transformers import conversion_mapping
+
+    renames = conversion_mapping.get_checkpoint_conversion_mapping(name)
+    if renames:
+        conversion_mapping.register_checkpoint_conversion_mapping(shrunk_name, renames, overwrite=True)
 
 
 def __getattr__(name: str) -> Any:
