@@ -116,7 +116,7 @@ def test_a_text_classifiers_best_classes_are_its_five_highest_or_all() -> None:
 def test_a_batch_without_labels_or_reference_is_refused() -> None:
     model = FAMILIES_TINY["bert"]()
     batch = {key: value for key, value in tiny_batch(model).items() if key != "labels"}
-    with pytest.raises(DataError, match="no labels.*distance"):
+    with pytest.raises(DataError, match=r"no labels.*distance"):
         batch_loss(model, batch)
 
 
