@@ -74,8 +74,9 @@ class Encoders:
 
 
 def make_encoders(root: Path, world: World) -> Encoders:
-    folders = [root / name for name in ("bert", "bert-classes", "sentences", "clip", "labelled", "images")]
-    encoders = Encoders(*folders[:4], world.text, *folders[4:])
+    names = ("bert", "bert-classes", "sentences", "clip", "labelled", "images")
+    masked, classes, sentences, tower, labelled, images = (root / name for name in names)
+    encoders = Encoders(masked, classes, sentences, tower, world.text, labelled, images)
     tokenizer = make_encoder_tokenizer(world.text / "train.txt")
     tf.logging.disable_progress_bar()
     for folder, name in ((encoders.masked, "bert"), (encoders.classes, "bert classes"), (encoders.tower, "clip_vision_model")):

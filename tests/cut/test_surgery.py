@@ -84,8 +84,10 @@ def affected(model: nn.Module, units: Sequence[Unit]) -> set[str]:
             *("intermediate.dense", "<output.dense", "ffn.lin", "mlp.W"),
         ),
     }
-    outs = ("o_proj.bias", "out_proj.bias", "c_proj.bias", "attn.proj.bias", "fc2.bias", "4h_to_h.bias")
-    outs += ("attention.dense.bias", "output.dense.bias", "out_lin.bias", "lin2.bias")
+    outs = (
+        *("o_proj.bias", "out_proj.bias", "c_proj.bias", "attn.proj.bias", "fc2.bias", "4h_to_h.bias"),
+        *("attention.dense.bias", "output.dense.bias", "out_lin.bias", "lin2.bias"),
+    )
     layers, names = anatomy(model), set()
     for unit in units:
         block = layer_of(layers, unit).name + "."

@@ -47,14 +47,17 @@ from tiny import (
 UNITS = [Unit(HEAD, 0, 1), Unit(MLP, 1, 0, GROUP), Unit(HEAD, 2, 0)]
 
 
-def token_classifier(n: int = CLASSES) -> nn.Module:
-    config = tf.BertConfig(**FAMILIES_TINY["bert"]().config.to_dict() | {"num_labels": n})  # type: ignore[union-attr]
-    return randomised(tf.BertForTokenClassification(config))
+def with_classes(kind: Any, n: int) -> nn.Module:
+    source: Any = FAMILIES_TINY["bert"]()
+    return randomised(kind(tf.BertConfig(**source.config.to_dict() | {"num_labels": n})))
+
+
+def token_classifier() -> nn.Module:
+    return with_classes(tf.BertForTokenClassification, CLASSES)
 
 
 def classifier(n: int) -> nn.Module:
-    config = tf.BertConfig(**FAMILIES_TINY["bert"]().config.to_dict() | {"num_labels": n})  # type: ignore[union-attr]
-    return randomised(tf.BertForSequenceClassification(config))
+    return with_classes(tf.BertForSequenceClassification, n)
 
 
 def referenced(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -343,4 +346,4 @@ def test_embeddings_are_judged_by_their_cosine_to_the_dense_ones(name: str) -> N
         similar = [F.cosine_similarity(logits_of(model, batch), batch[REFERENCE]) for batch in batches]
         found = evaluate(model, batches)
     assert found.cosine == pytest.approx(float(torch.cat(similar).mean()), abs=1e-6)
-    assert found.loss == pytest.approx(1 - found.cosine)
+    assert found.cosine is not None and found.loss == pytest.approx(1 - found.cosine)

@@ -178,7 +178,7 @@ def test_a_sentence_encoder_pools_as_its_folder_says(pooling: Any, expected: str
     save_sentence_encoder(Path("model"), model, tokenizer, inner=inner, pooling=pooling)
     found, processor = load("model", device="cpu")
     assert equal(found, model) and processor("the cat")["input_ids"][0] == 0
-    assert found.pooling == sentence_pooling("model") == expected  # type: ignore[comparison-overlap]
+    assert found.pooling == sentence_pooling("model") == expected
     by_hand: Any = copy.deepcopy(model)
     by_hand.pooling = expected
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_a_sentence_encoders_files_come_along_and_its_transformer_lies_in_the_fo
     assert Path("small/1_Pooling/config.json").read_bytes() == Path("model/1_Pooling/config.json").read_bytes()
     assert Path("small/2_Normalize").is_dir()
     twice, _ = load("small", device="cpu")
-    assert twice.pooling == "cls" and equal(twice, small)  # type: ignore[comparison-overlap]
+    assert twice.pooling == "cls" and equal(twice, small)
     assert set(load_file("small/model.safetensors")) == set(small.state_dict())
 
 
@@ -284,5 +284,5 @@ def test_any_other_folder_has_no_modules_and_no_pooling(world: World) -> None:
 
 def test_a_head_without_a_loss_is_refused_with_the_classes_that_have_one() -> None:
     with pytest.raises(UnsupportedModel) as caught:
-        task_of(tf.BertForMultipleChoice(FAMILIES_TINY["bert"]().config))  # type: ignore[arg-type]
+        task_of(tf.BertForMultipleChoice(FAMILIES_TINY["bert"]().config))
     one_sentence(caught, "BertForMultipleChoice", "AutoModelForMaskedLM", "AutoModelForSequenceClassification")

@@ -109,7 +109,7 @@ def test_the_batches_may_come_from_a_generator_and_hold_what_the_loss_alone_know
 
 
 def test_a_head_that_no_task_knows_is_measured_with_a_loss_of_ones_own() -> None:
-    model = randomised(tf.BertForQuestionAnswering(FAMILIES_TINY["bert"]().config))  # type: ignore[arg-type]
+    model = randomised(tf.BertForQuestionAnswering(FAMILIES_TINY["bert"]().config))
     with pytest.raises(UnsupportedModel, match=r"BertForQuestionAnswering.*loss of your own.*AutoModelForMaskedLM"):
         task_of(model)
     batches = [
