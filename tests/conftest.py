@@ -31,7 +31,7 @@ from secateur.model.accounting import total_parameters  # noqa: E402
 from secateur.model.loading import load  # noqa: E402
 from stores import image_store, text_store  # noqa: E402
 from tiny import SMOLLM2  # noqa: E402
-from worlds import Ran, Run, World, make_world  # noqa: E402
+from worlds import Encoders, Ran, Run, World, make_encoders, make_world  # noqa: E402
 
 tf: Any = transformers  # its classes are not typed
 
@@ -40,6 +40,12 @@ tf: Any = transformers  # its classes are not typed
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Read only: no test writes into it."""
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def encoders(world: World, tmp_path_factory: pytest.TempPathFactory) -> Encoders:
+    """Read only, too."""
+    return make_encoders(tmp_path_factory.mktemp("encoders"), world)
 
 
 @pytest.fixture(scope="session")

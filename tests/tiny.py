@@ -107,7 +107,7 @@ def _encoder(model: Any, config: Any, **fields: Any) -> nn.Module:
 
 def _tower(model: Any, config: Any, **fields: Any) -> nn.Module:
     shape = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 3}
-    return randomised(model(config(image_size=IMAGE, patch_size=8, **shape, **fields)))
+    return randomised(model(config(image_size=IMAGE, patch_size=8, **(shape | fields))))
 
 
 def _image(model: Any, config: Any, **fields: Any) -> nn.Module:
@@ -149,7 +149,7 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
     "deit": lambda: _image(tf.DeiTForImageClassification, tf.DeiTConfig, patch_size=8, **_VIT),
     "deit distilled": lambda: _image(tf.DeiTForImageClassificationWithTeacher, tf.DeiTConfig, patch_size=8, **_VIT),
     "swin": lambda: _image(tf.SwinForImageClassification, tf.SwinConfig, **_SWIN, **_WINDOWS),
-    "dinov2": lambda: _tower(tf.Dinov2Model, tf.Dinov2Config, mlp_ratio=1),
+    "dinov2": lambda: _tower(tf.Dinov2Model, tf.Dinov2Config, hidden_size=15, mlp_ratio=1),  # a whole number
     "clip_vision_model": lambda: _tower(tf.CLIPVisionModel, tf.CLIPVisionConfig, intermediate_size=14),
     "siglip_vision_model": lambda: _tower(tf.SiglipVisionModel, tf.SiglipVisionConfig, intermediate_size=14),
     "bert": lambda: _encoder(tf.BertForMaskedLM, tf.BertConfig, **_BERT),
@@ -165,6 +165,17 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
     "timm deit distilled": lambda: _timm(VisionTransformerDistilled, **_TIMM_VIT),
     "timm swin": lambda: _timm(SwinTransformer, **_SWIN, **_WINDOWS),
 }
+
+# By task; written down, since a model would have to be built to ask for its task. tests/model/test_families.py compares.
+TIMM = ("timm vit", "timm deit distilled", "timm swin")
+IMAGES = ("vit", "deit", "deit distilled", "swin", *TIMM)  # image classifiers
+TOWERS = ("dinov2", "clip_vision_model", "siglip_vision_model")  # images to embeddings
+MASKED = ("bert", "roberta", "distilbert", "modernbert")
+TEXT_CLASSES = ("bert classes",)
+TEXT_EMBEDDINGS = ("bert embeddings", "xlm-roberta")
+TEXT_ENCODERS = tuple(name for name in FAMILIES_TINY if name in (*MASKED, *TEXT_CLASSES, *TEXT_EMBEDDINGS))
+EMBEDDINGS = (*TOWERS, *TEXT_EMBEDDINGS)
+CAUSAL = tuple(name for name in FAMILIES_TINY if name not in (*IMAGES, *TOWERS, *TEXT_ENCODERS))
 
 
 def deep_gpt2() -> nn.Module:

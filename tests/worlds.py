@@ -66,6 +66,77 @@ def make_world(root: Path) -> World:
     return world
 
 
+@dataclass(frozen=True)
+class Encoders:
+    """A tiny encoder of each task as folders, and data for them: texts, texts with labels, images without classes."""
+
+    masked: Path
+    classes: Path
+    sentences: Path  # a sentence-transformers folder
+    tower: Path
+    text: Path
+    labelled: Path
+    images: Path
+
+
+def make_encoders(root: Path, world: World) -> Encoders:
+    names = ("bert", "bert-classes", "sentences", "clip", "labelled", "images")
+    masked, classes, sentences, tower, labelled, images = (root / name for name in names)
+    encoders = Encoders(masked, classes, sentences, tower, world.text, labelled, images)
+    tokenizer = make_encoder_tokenizer(world.text / "train.txt")
+    tf.logging.disable_progress_bar()
+    for folder, name in ((encoders.masked, "bert"), (encoders.classes, "bert classes"), (encoders.tower, "clip_vision_model")):
+        FAMILIES_TINY[name]().save_pretrained(folder)  # type: ignore[operator]
+        if name == "clip_vision_model":
+            (folder / "preprocessor_config.json").write_bytes((world.image_model / "preprocessor_config.json").read_bytes())
+        else:
+            tokenizer.save_pretrained(folder)
+    save_sentence_encoder(encoders.sentences, FAMILIES_TINY["bert embeddings"](), tokenizer)
+    encoders.labelled.mkdir()
+    for split in ("train", "test"):
+        lines = (world.text / f"{split}.txt").read_text().splitlines()
+        rows = [{"text": line, "label": len(line) % CLASSES} for line in lines]
+        (encoders.labelled / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rng = np.random.default_rng(1)
+    for split in ("train", "val"):
+        (encoders.images / split).mkdir(parents=True)
+        for i in range(16):
+            Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(encoders.images / split / f"{i}.png")
+    return encoders
+
+
+def save_sentence_encoder(folder: Path, model: Any, tokenizer: Any, *, inner: str = "", pooling: Any = None) -> None:
+    """A folder as sentence-transformers writes it: the transformer, perhaps in a folder inside, its pooling, and a norm."""
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / inner)
+    kinds = [("Transformer", inner), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    fields = {"word_embedding_dimension": 12, "pooling_mode_mean_tokens": True} if pooling is None else pooling
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(fields))
+    (folder / "2_Normalize").mkdir()
+    (folder / inner / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": SEQ_LEN, "do_lower_case": False}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": "cosine"}))
+
+
+def make_encoder_tokenizer(corpus: Path) -> Any:
+    """One token a word, [cls] and [sep] around a text, as the tiny encoders number them."""
+    special = ["[cls]", "[sep]", "[pad]", "[unk]", "[mask]"]
+    trained = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[unk]"))
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trained.train([str(corpus)], tokenizers.trainers.WordLevelTrainer(special_tokens=special))
+    trained.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[cls] $A [sep]", pair="[cls] $A [sep] $B:1 [sep]:1", special_tokens=[("[cls]", 0), ("[sep]", 1)]
+    )
+    names = {"cls_token": "[cls]", "sep_token": "[sep]", "pad_token": "[pad]", "unk_token": "[unk]", "mask_token": "[mask]"}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return tf.PreTrainedTokenizerFast(tokenizer_object=trained, model_input_names=inputs, **names)
+
+
 def make_tokenizer(corpus: Path) -> Any:
     trained = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[unk]"))
     trained.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

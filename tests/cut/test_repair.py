@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from secateur.cut.repair import MEMORY, Repair, check_repairable, repair
 from secateur.cut.surgery import kept_of, shrink
 from secateur.errors import SelectionError, SettingError
-from secateur.model.families import anatomy, candidate_units, input_dim, weight_of
-from secateur.model.losses import IGNORED, batch_loss
+from secateur.model.families import anatomy, candidate_units, input_dim, task_of, weight_of
+from secateur.model.losses import IGNORED, REFERENCE, batch_loss
 from secateur.settings import AUTO, BIAS, LEAST_SQUARES, NONE
 from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch, tiny_batches
@@ -66,15 +66,20 @@ def fitted(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], **
 
 
 def favouring(small: nn.Module, better: State, others: Sequence[State], batch: Batch) -> Batch:
-    """The batch with labels that are likelier for one state of a model than for all others; none where there is no such."""
+    """The batch with labels that are likelier for one state of a model than for all others; none where there is no such.
+
+    A model that gives embeddings gets those of that state to be near to.
+    """
+    if REFERENCE in batch:
+        return batch | {REFERENCE: logits_of(with_state(small, better), batch)}
     own, *rest = (logits_of(with_state(small, state), batch).float().log_softmax(-1) for state in (better, *others))
     margin, labels = (own - torch.stack(rest).amax(0)).max(-1)
     labels = labels.masked_fill(margin <= 0, IGNORED)
     assert (margin > 0).any()
-    if "input_ids" in batch:
+    if task_of(small) == "text":  # the token at t is predicted at t - 1
         rows = len(batch["input_ids"])
         labels = torch.cat([torch.full((rows, 1), IGNORED), labels.view(rows, -1)], 1)
-    return batch | {"labels": labels}
+    return batch | {"labels": labels.view(batch["labels"].shape)}
 
 
 def accepted(
@@ -109,7 +114,9 @@ def inputs_of(model: nn.Module, module: nn.Module, batches: Sequence[Batch]) -> 
     with torch.no_grad():
         for batch in batches:
             batch_loss(model, batch)
-            if "input_ids" in batch:
+            if "attention_mask" in batch:
+                seen[-1] = seen[-1][batch["attention_mask"].flatten() == 1]
+            elif "input_ids" in batch:
                 seen[-1] = seen[-1][batch["labels"].flatten() != IGNORED]
     handle.remove()
     return torch.cat(seen).double()

@@ -24,13 +24,13 @@ from secateur.measure.bench import (
     plain_pull,
     random_batches,
 )
-from secateur.model.families import candidate_units
+from secateur.model.families import candidate_units, task_of
 from secateur.model.loading import load
 from secateur.model.losses import batch_loss
 from secateur.search.damage import DamageMeter
 from secateur.selection import Pull
 from secateur.units import HEAD, MLP, Unit
-from tiny import FAMILIES_TINY, IMAGE, VOCABULARY, hook_count, randomised, tiny_batch, tiny_batches
+from tiny import EMBEDDINGS, FAMILIES_TINY, IMAGE, VOCABULARY, hook_count, randomised, tiny_batch, tiny_batches
 from worlds import Listener, World
 
 
@@ -101,7 +101,7 @@ def test_a_search_needs_each_masked_run_once_and_each_base_run_from_the_first_bl
 # The plain way
 
 
-@pytest.mark.parametrize("name", FAMILIES_TINY)
+@pytest.mark.parametrize("name", [name for name in FAMILIES_TINY if name not in EMBEDDINGS])  # these have no loss of their own
 def test_the_models_own_loss_is_the_loss_that_is_measured(name: str) -> None:
     model = FAMILIES_TINY[name]()
     batch = tiny_batch(model)
@@ -121,6 +121,12 @@ def test_a_plain_pull_gives_the_losses_that_the_meter_gives(name: str, unit: Uni
     assert forwards == 4
     assert min(abs(m - b) for m, b in zip(masked, base, strict=True)) > 1e-4
     assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize("name", ["bert", "bert classes", "bert embeddings", "dinov2"])
+def test_an_encoder_is_refused_by_the_benchmark_with_its_task(name: str) -> None:
+    with pytest.raises(SettingError, match=task_of(FAMILIES_TINY[name]())):
+        random_batches(FAMILIES_TINY[name](), 1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit", "timm swin"])

@@ -83,6 +83,31 @@ def test_four_mlp_channels_fewer_are_that_many_flops_fewer(name: str, field: str
     assert measured.dense_params - measured.small_params == 3 * matrices * width * 4 + biases
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "matrices"),
+    [
+        ("bert", "intermediate_size", 2),
+        ("bert classes", "intermediate_size", 2),
+        ("bert embeddings", "intermediate_size", 2),
+        ("distilbert", "hidden_dim", 2),
+        ("modernbert", "intermediate_size", 3),
+    ],
+)
+def test_an_encoder_of_texts_has_one_workload_a_call_on_whole_texts(name: str, field: str, matrices: int) -> None:
+    measured = quick(FAMILIES_TINY[name](), changed(name, **{field: 10}), batch_sizes=(1, 3))
+    saved = 3 * matrices * 2 * 12 * 4 * TOKENS
+    assert [(timing.name, timing.batch_size, timing.dense_flops - timing.small_flops) for timing in measured.timings] == [
+        ("encode", 1, saved),
+        ("encode", 3, 3 * saved),
+    ]
+
+
+def test_a_tower_has_the_workload_of_images() -> None:
+    clip = quick(FAMILIES_TINY["clip_vision_model"](), changed("clip_vision_model", intermediate_size=10))
+    saved = [(timing.name, timing.dense_flops - timing.small_flops) for timing in clip.timings]
+    assert saved == [("forward", 2 * 3 * 2 * 2 * 5 * 12 * 4)]  # 2 images, 3 blocks, 2 matrices, 4 patches and a class token
+
+
 def test_a_narrower_mlp_is_fewer_flops_of_an_image_model() -> None:
     vit = quick(FAMILIES_TINY["vit"](), changed("vit", intermediate_size=10))
     swin = quick(FAMILIES_TINY["swin"](), changed("swin", mlp_ratio=1.0))
@@ -148,7 +173,8 @@ class Watch:
     def watch(self, who: str, model: nn.Module) -> nn.Module:
         def hook(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
             self.now += self.seconds[who]
-            tensor, cache = given.get("input_ids", *args), given.get("past_key_values")
+            tensor = next(one for one in (*args, given.get("input_ids"), given.get("pixel_values")) if one is not None)
+            cache = given.get("past_key_values")
             self.calls.append(
                 Call(
                     who,

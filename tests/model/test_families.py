@@ -10,10 +10,22 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from secateur.errors import SelectionError, UnsupportedModel
-from secateur.model.families import FAMILIES, anatomy, candidate_units, family_of, layer_of
+from secateur.model.families import FAMILIES, anatomy, candidate_units, family_of, layer_of, task_of
 from secateur.model.zeroing import zeroed
 from secateur.units import HEAD, KV_GROUP, MLP, Unit
-from tiny import FAMILIES_TINY, GROUP, logits_of, tf, tiny_batch
+from tiny import (
+    CAUSAL,
+    FAMILIES_TINY,
+    GROUP,
+    IMAGES,
+    MASKED,
+    TEXT_CLASSES,
+    TEXT_EMBEDDINGS,
+    TOWERS,
+    logits_of,
+    tf,
+    tiny_batch,
+)
 
 THREE = ("0", "1", "2")
 STAGES = ("0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1")
@@ -31,6 +43,8 @@ class ByHand:
     blocks: tuple[str, ...] = THREE
     shared_kv: bool = False
     per_kv: int = 1  # heads that look at the same K/V head
+    heads_from: tuple[str, ...] = ()  # the projections that make the heads, where they do not lie beside `out`
+    mlp_from: tuple[str, ...] = ()
 
     def columns(self, unit: Unit) -> list[int]:
         """The input channels of the output projection that carry the unit."""
@@ -62,6 +76,20 @@ _NEOX = ByHand("gpt_neox.layers.{}.attention.dense", "gpt_neox.layers.{}.mlp.den
 _DEIT = ByHand("deit.layers.{}.attention.o_proj", "deit.layers.{}.mlp.fc2")
 _TIMM_VIT = ByHand("blocks.{}.attn.proj", "blocks.{}.mlp.fc2", mlp_widths=(15, 15, 15))
 
+
+def _bert(inner: str) -> ByHand:
+    block = f"{inner}encoder.layer.{{}}"
+    return ByHand(
+        f"{block}.attention.output.dense",
+        f"{block}.output.dense",
+        heads_from=tuple(f"{block}.attention.self.{name}" for name in ("query", "key", "value")),
+        mlp_from=(f"{block}.intermediate.dense",),
+    )
+
+
+_CLIP = ByHand("encoder.layers.{}.self_attn.out_proj", "encoder.layers.{}.mlp.fc2")
+_DISTILBERT = "distilbert.transformer.layer.{}"
+
 BY_HAND: dict[str, ByHand] = {
     "gpt2": ByHand("transformer.h.{}.attn.c_proj", "transformer.h.{}.mlp.c_proj"),
     "opt": _OPT,
@@ -86,6 +114,26 @@ BY_HAND: dict[str, ByHand] = {
         heads=(3, 3, 6, 6),
         mlp_widths=(15, 15, 30, 30),
         blocks=STAGES,
+    ),
+    "dinov2": ByHand("encoder.layer.{}.attention.o_proj", "encoder.layer.{}.mlp.fc2", head_dim=5, mlp_widths=(15, 15, 15)),
+    "clip_vision_model": _CLIP,
+    "siglip_vision_model": _CLIP,
+    "bert": _bert("bert."),
+    "bert classes": _bert("bert."),
+    "bert embeddings": _bert(""),
+    "roberta": _bert("roberta."),
+    "xlm-roberta": _bert(""),
+    "distilbert": ByHand(
+        f"{_DISTILBERT}.attention.out_lin",
+        f"{_DISTILBERT}.ffn.lin2",
+        heads_from=tuple(f"{_DISTILBERT}.attention.{name}_lin" for name in "qkv"),
+        mlp_from=(f"{_DISTILBERT}.ffn.lin1",),
+    ),
+    "modernbert": ByHand(
+        "model.layers.{}.attn.Wo",
+        "model.layers.{}.mlp.Wo",
+        heads_from=("model.layers.{}.attn.Wqkv",),
+        mlp_from=("model.layers.{}.mlp.Wi",),
     ),
     "timm vit": _TIMM_VIT,
     "timm deit distilled": _TIMM_VIT,
@@ -188,6 +236,9 @@ def _owned_by_hand(model: nn.Module, by_hand: ByHand, kind: str, block: str) -> 
     """The tensors of a block's attention or MLP, without norms, position tables, shared K/V heads and the output's bias."""
     path = (by_hand.mlp_out if kind == MLP else by_hand.out).format(block)
     parent = path.rpartition(".")[0]
+    if by_hand.heads_from:
+        made_by = [name.format(block) for name in (by_hand.mlp_from if kind == MLP else by_hand.heads_from)]
+        return {f"{path}.weight"} | {key for key, _ in model.named_parameters() if key.rpartition(".")[0] in made_by}
     heads = ("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv")
     inputs = ("fc1", "c_fc", "dense_h_to_4h", "gate_proj", "up_proj") if kind == MLP else heads
     wanted = {*inputs} - ({"k_proj", "v_proj"} if by_hand.shared_kv and kind == HEAD else set())
@@ -198,6 +249,14 @@ def _owned_by_hand(model: nn.Module, by_hand: ByHand, kind: str, block: str) -> 
 def test_every_family_has_a_tiny_model_that_is_tested() -> None:
     assert {family_of(build()) for build in FAMILIES_TINY.values()} == set(FAMILIES)
     assert set(BY_HAND) == set(FAMILIES_TINY)
+
+
+def test_the_lists_by_task_hold_the_tiny_models_of_that_task() -> None:
+    lists = {"text": CAUSAL, "image": IMAGES, "masked text": MASKED, "text classes": TEXT_CLASSES}
+    lists |= {"text embeddings": TEXT_EMBEDDINGS, "image embeddings": TOWERS}
+    assert {name: task_of(build()) for name, build in FAMILIES_TINY.items()} == {
+        name: task for task, names in lists.items() for name in names
+    }
 
 
 def test_a_head_that_stands_for_more_than_the_model_width_is_read_from_the_projection_not_from_the_width() -> None:
@@ -212,14 +271,31 @@ def test_an_unknown_module_is_refused_with_the_names_of_the_known_families() -> 
 
 def test_an_unknown_model_type_is_refused_with_the_names_of_the_known_families() -> None:
     shape = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4, "vocab_size": 8}
-    with pytest.raises(UnsupportedModel, match=r"'bert'.*gpt2, opt, .*timm/SwinTransformer"):
-        anatomy(tf.BertForMaskedLM(tf.BertConfig(**shape)))
+    with pytest.raises(UnsupportedModel, match=r"'electra'.*gpt2, opt, .*timm/SwinTransformer"):
+        anatomy(tf.ElectraForMaskedLM(tf.ElectraConfig(**shape)))
 
 
-@pytest.mark.parametrize(("name", "base"), [("gpt2", "transformer"), ("llama", "model"), ("vit", "vit"), ("swin", "swin")])
-def test_a_base_model_without_its_head_is_refused_with_advice(name: str, base: str) -> None:
-    with pytest.raises(UnsupportedModel, match=r"with its head"):
-        anatomy(FAMILIES_TINY[name]().get_submodule(base))
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("gpt2", "transformer"),
+        ("opt", "model"),
+        ("llama", "model"),
+        ("vit", "vit"),
+        ("swin", "swin"),
+        ("bert", "bert"),
+        ("roberta", "roberta"),
+        ("distilbert", "distilbert"),
+        ("modernbert", "model"),
+    ],
+)
+def test_a_base_model_without_its_head_has_the_blocks_of_the_whole_and_gives_embeddings(name: str, base: str) -> None:
+    model = FAMILIES_TINY[name]()
+    inner = model.get_submodule(base)
+    whole, alone = anatomy(model), anatomy(inner)
+    assert [layer.block for layer in alone] == [layer.block for layer in whole]
+    assert [f"{base}.{layer.name}" for layer in alone] == [layer.name for layer in whole]
+    assert task_of(inner) == ("image embeddings" if name in IMAGES else "text embeddings")
 
 
 def test_an_mlp_that_packs_two_projections_into_one_is_refused_rather_than_misread() -> None:

@@ -16,16 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secateur.measure.evaluate import evaluate
 from secateur.model import losses
 from secateur.model.losses import IGNORED, Batch, batch_loss, output_layer, part_losses, predict, row_losses, standing_in
-from tiny import FAMILIES_TINY, VOCABULARY, randomised, tiny_batch, tiny_batches
+from tiny import CAUSAL, FAMILIES_TINY, IMAGES, MASKED, VOCABULARY, randomised, tiny_batch, tiny_batches
 
 tf: Any = transformers
-IMAGES = ["vit", "deit", "deit distilled", "swin", "timm vit", "timm deit distilled", "timm swin"]
-TEXT = [name for name in FAMILIES_TINY if name not in IMAGES]
 CAPPED = ["gemma2", "gemma3_text"]
 WIDTH = 5  # does not divide the vocabulary
 CAP = 2.0  # the tiny logits are about 5, so that this changes them
 
-every_text_family = pytest.mark.parametrize("name", TEXT)
+with_an_output_layer = pytest.mark.parametrize("name", [*CAUSAL, *MASKED])
 
 
 class Interruption(Exception):
@@ -117,7 +115,7 @@ def head_of(model: Any) -> nn.Linear:
 # By pieces
 
 
-@every_text_family
+@with_an_output_layer
 def test_the_loss_by_pieces_is_the_models_own_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = text_model(name)
     cut(monkeypatch, WIDTH)
@@ -258,7 +256,7 @@ def test_a_bfloat16_models_loss_is_float32_and_its_own(name: str, monkeypatch: p
         assert float(loss) == pytest.approx(float(own_loss(model, batch)), abs=1e-3)  # bfloat16 has steps of 0.016 there
 
 
-@every_text_family
+@with_an_output_layer
 def test_gradients_by_pieces_are_those_of_the_models_own_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = text_model(name)
     batch = tiny_batch(model)
@@ -274,7 +272,7 @@ def test_gradients_by_pieces_are_those_of_the_models_own_loss(name: str, monkeyp
 # The highest class
 
 
-@every_text_family
+@with_an_output_layer
 @pytest.mark.parametrize("width", [1, WIDTH, VOCABULARY])
 def test_the_best_class_of_a_row_is_the_highest_of_its_whole_logits(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
@@ -284,9 +282,11 @@ def test_the_best_class_of_a_row_is_the_highest_of_its_whole_logits(
     cut(monkeypatch, width)
     with torch.no_grad():
         logits, _ = predict(model, batch)
-        best = row_losses(model, batch, best=True).best
-    assert best is not None and torch.equal(best, logits.argmax(-1, keepdim=True))
-    assert len(set((best // WIDTH).flatten().tolist())) > 1  # in more than one piece
+        found = row_losses(model, batch, best=True)
+    counted = found.labels != IGNORED if name in MASKED else torch.ones_like(found.labels, dtype=torch.bool)
+    assert found.best is not None and torch.equal(found.best[counted], logits[counted].argmax(-1, keepdim=True))
+    assert len(set((found.best[counted] // WIDTH).flatten().tolist())) > 1  # in more than one piece
+    assert (found.best[~counted] == -1).all()  # the logits of tokens that are not masked are not computed
 
 
 def test_the_best_classes_of_an_image_are_its_five_highest() -> None:
@@ -362,7 +362,7 @@ def test_an_image_of_nan_logits_is_never_right() -> None:
 def test_each_part_of_a_batch_has_the_loss_it_has_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES_TINY[name]() if name in IMAGES else text_model(name)
     batches = tiny_batches(model, 4)
-    if name in TEXT:  # parts that predict 26, 2, 4 and 26 tokens
+    if name in CAUSAL:  # parts that predict 26, 2, 4 and 26 tokens
         batches[1]["labels"][:, 1:] = IGNORED
         batches[1]["labels"][1, 4:6] = 7
         batches[2]["labels"][:2, 2:] = IGNORED

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fakes import losses_of
 from secateur.model.families import Layer, anatomy
 from secateur.model.losses import batch_loss
+from secateur.model.shrunk import counting
 from secateur.search.damage import DamageMeter
 from secateur.search.prefixes import Kept, Prefixes
 from secateur.units import HEAD, MLP, Unit
@@ -58,6 +59,14 @@ def modules_of(layer: Layer, part: str) -> tuple[nn.Module, ...]:
 
 
 WHOLE = dict.fromkeys(PARTS, 1)
+
+
+def from_its_heads_on(layer: Layer) -> dict[str, int]:
+    """What runs in a block that starts where its heads are done: in BERT the attention goes on after its projection."""
+    goes_on = {} if counting(layer.attention) is layer.attention else {"attention": 1}
+    return {"block": 1, "out": 1, "mlp_in": 1, "mlp_out": 1} | goes_on
+
+
 OUTPUT_BYTES = 3 * 10 * 16 * 4  # of a block of the deep Llama on a tiny batch: texts, tokens, width, float32
 
 
@@ -71,8 +80,7 @@ def test_a_run_for_a_head_starts_at_the_out_projection_of_its_block(family: str)
     assert [one["out"] for one in runs.taken()] == [1] + [2] * (len(anatomy(model)) - 1)
     unit = Unit(HEAD, 1, 1)
     _, masked = losses_of(meter, unit, [0])
-    block = {"block": 1, "out": 1, "mlp_in": 1, "mlp_out": 1}
-    assert runs.taken() == [{}, block, *[WHOLE] * (len(anatomy(model)) - 2)]
+    assert runs.taken() == [{}, from_its_heads_on(anatomy(model)[1]), *[WHOLE] * (len(anatomy(model)) - 2)]
     assert masked == [loss_without(model, batches[0], [unit])]
 
 
@@ -100,7 +108,7 @@ def test_runs_start_inside_the_first_and_the_last_block_too(family: str, kind: s
     meter = DamageMeter(model, batches, batches_per_pull=1)
     losses_of(meter, Unit(kind, 0, 0, GROUP), [0])
     runs.taken()
-    inside = {"block": 1, "mlp_out": 1} | ({"out": 1, "mlp_in": 1} if kind == HEAD else {})
+    inside = from_its_heads_on(anatomy(model)[0]) if kind == HEAD else {"block": 1, "mlp_out": 1}
     for layer, expected in ((0, [inside, *[WHOLE] * last]), (last, [*[{}] * last, inside])):
         unit = Unit(kind, layer, 1, GROUP)
         assert losses_of(meter, unit, [0])[1] == [loss_without(model, batches[0], [unit])]
@@ -152,6 +160,21 @@ def test_an_attention_that_does_something_after_its_projection_runs_whole_for_a_
     runs.taken()
     losses_of(meter, group, [0])
     assert runs.taken() == [{}, {"block": 1, "mlp_out": 1}, WHOLE]  # what the attention gave is known all the same
+
+
+def test_an_attention_that_changes_its_heads_before_the_projection_runs_whole_for_a_head() -> None:
+    model: Any = FAMILIES_TINY["bert"]()
+    for layer in model.bert.encoder.layer:  # what the inner attention gives is then not what enters the projection
+        dense = layer.attention.output
+        dense.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    batches = tiny_batches(model, 1)
+    runs = Runs(model)
+    meter = DamageMeter(model, batches, batches_per_pull=1, lanes=1)
+    losses_of(meter, Unit(HEAD, 1, 0), [0])
+    runs.taken()
+    unit = Unit(HEAD, 1, 1)
+    assert losses_of(meter, unit, [0])[1][0] == loss_without(model, batches[0], [unit])
+    assert runs.taken()[1]["qkv"] == 2  # by the meter and by hand
 
 
 def test_without_room_inside_the_blocks_a_run_starts_with_the_unit_s_whole_block() -> None:

@@ -35,6 +35,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEVICES = ("cpu", "cuda", "mps")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
+OLD_POOLING = {  # switches in older sentence-transformers folders; the length of an embedding does not matter here
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 
 
 def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
@@ -240,8 +247,8 @@ def sentence_pooling(name: str) -> str | None:
         return None
     try:
         fields = json.loads((Path(name) / folder / "config.json").read_text(encoding="utf-8"))
-        old = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_lasttoken": "lasttoken"}
-        mode = fields.get("pooling_mode") or next((mode for key, mode in old.items() if fields.get(key)), "mean")
+        switched_on = [key for key, value in fields.items() if key.startswith("pooling_mode_") and value is True]
+        mode = fields.get("pooling_mode") or " and ".join(OLD_POOLING.get(key, key) for key in switched_on) or "mean"
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"The pooling of {name} cannot be read from {folder}/config.json: {first_line(error)}") from error
     if mode not in ("mean", "cls", "max", "lasttoken"):

@@ -205,7 +205,14 @@ def own_loss(name: str | None) -> Loss | None:
     found: Any = getattr(module, function, None)
     if not callable(found):
         raise SettingError(f"The loss {name!r} names no function: {place} has none called {function}.")
-    own: Loss = found
+
+    def own(model: nn.Module, batch: Batch) -> Tensor:
+        try:
+            losses: Tensor = found(model, batch)
+        except Exception as error:
+            raise SettingError(f"The loss {name!r} failed: {type(error).__name__}: {first_line(error)}") from error
+        return losses
+
     return own
 
 

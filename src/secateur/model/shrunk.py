@@ -171,7 +171,21 @@ def shrunk_class(base: Any) -> Any:
         return base
     ignored = [*(base._keys_to_ignore_on_load_unexpected or ()), *Shrunk._keys_to_ignore_on_load_unexpected]
     fields = {"__module__": __name__, "_keys_to_ignore_on_load_unexpected": ignored}
-    return type(f"Shrunk{base.__name__}", (Shrunk, base), fields)
+    made = type(f"Shrunk{base.__name__}", (Shrunk, base), fields)
+    _share_renames(base.__name__, made.__name__)
+    return made
+
+
+def _share_renames(name: str, shrunk_name: str) -> None:
+    """Let a shrunk class have the renames of tensors that transformers knows by the name of its class (ViTModel).
+
+    Without them ViT's blocks would be drawn anew, since files have the tensors' old names.
+    """
+    from transformers import conversion_mapping
+
+    renames = conversion_mapping.get_checkpoint_conversion_mapping(name)
+    if renames:
+        conversion_mapping.register_checkpoint_conversion_mapping(shrunk_name, renames, overwrite=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from secateur.model.families import Layer
 from secateur.model.losses import standing_in
+from secateur.model.shrunk import counting
 from secateur.units import HEAD, MLP
 
 
@@ -55,7 +56,7 @@ class Prefixes:
         self._wanted: frozenset[int] | None = None  # the batches that this step draws from; None: all
         self._kept: OrderedDict[int, dict[int, Kept]] = OrderedDict()  # by batch, least recently used first; then by block
         self._n_layers = n_layers
-        self._n_given: dict[int, int] = {}  # by block: the length of the tuple that its attention returns, if it returns one
+        self._n_given: dict[tuple[int, str], int] = {}  # by block and side: the length of the tuple that is stood in for, or 0
         self._lock = RLock()
 
     def want(self, batches: frozenset[int]) -> None:
@@ -98,7 +99,7 @@ class Prefixes:
                     stack.enter_context(standing_in(layer.block, _hand_on(output)))
                 stack.enter_context(standing_in(layers[last].block, lambda *args, **options: output))
             if kind and last == at - 1 and all(kind in kept.entering for kept in inside):
-                _start_inside(stack, layers[at], inside, kind, self._n_given.get(at, 0))
+                _start_inside(stack, layers[at], inside, kind, self._n_given.get((at, kind), 0))
             yield
 
     def _last_kept(self, batches: Sequence[int], at: int) -> int:
@@ -111,24 +112,31 @@ class Prefixes:
 
     def _record(self, stack: ExitStack, layer: Layer, batch: int, i: int, kinds: Set[str]) -> None:
         kept = Kept()
+        inner = counting(layer.attention)
+        given: Tensor | None = None  # by the inner attention
         projected: Tensor | None = None
 
         def gave(module: nn.Module, args: Any, output: Any) -> None:
-            nonlocal kept, projected
+            nonlocal kept, given, projected
             if i + 1 < self._n_layers:  # no run starts after the last block
                 kept.output = output
             self._put(batch, i, self._worth_keeping(i, kept))
-            kept, projected = Kept(), None  # free at once what is not kept
+            kept, given, projected = Kept(), None, None  # free at once what is not kept
 
         def projects(module: nn.Module, args: Any, output: Tensor) -> None:
             nonlocal projected
             projected = output
 
         def attended(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, tuple):
-                self._n_given[i], output = len(output), output[0]
-            if projected is None or output.data_ptr() != projected.data_ptr() or output.shape != projected.shape:
-                kept.entering.pop(HEAD, None)  # the attention does more after the projection: it cannot be skipped
+            nonlocal given
+            n, output = (len(output), output[0]) if isinstance(output, tuple) else (0, output)
+            if module is inner:
+                given, self._n_given[i, HEAD] = output, n
+            if module is not layer.attention:
+                return
+            self._n_given[i, MLP] = n
+            if not _same(given, projected if inner is layer.attention else kept.entering.get(HEAD)):
+                kept.entering.pop(HEAD, None)  # the attention does more after its heads: it cannot be skipped
             if MLP in kinds:
                 kept.attention = output
 
@@ -138,7 +146,7 @@ class Prefixes:
         # First of all hooks: other hooks change a kept value when it is used; they must not have changed it before.
         hooks = [layer.block.register_forward_hook(gave, prepend=True)]
         if self._inside:
-            hooks.append(layer.attention.register_forward_hook(attended, prepend=True))
+            hooks += [module.register_forward_hook(attended, prepend=True) for module in {inner, layer.attention}]
             hooks.append(layer.out.register_forward_hook(projects))
             for kind, projection in ((HEAD, layer.out), (MLP, layer.mlp_out)):
                 if kind in kinds:
@@ -187,12 +195,16 @@ class Prefixes:
 def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: str, n_given: int) -> None:
     """Make a block start at the output projection of this side."""
     entering = _join([one.entering[kind] for one in kept])
+    skipped = counting(layer.attention) if kind == HEAD else layer.attention  # in BERT the projection follows the skipped part
 
     def attend(*args: Any, **options: Any) -> Any:
-        output = layer.out(entering) if kind == HEAD else _join([one.attention for one in kept])
+        if kind == MLP:
+            output = _join([one.attention for one in kept])
+        else:
+            output = layer.out(entering) if skipped is layer.attention else entering
         return (output, *[None] * (n_given - 1)) if n_given else output
 
-    stack.enter_context(standing_in(layer.attention, attend))
+    stack.enter_context(standing_in(skipped, attend))
     if kind == HEAD:
         return
     width = (1 + layer.mlp_packed) * layer.mlp_width
@@ -201,6 +213,11 @@ def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: st
         stack.enter_context(standing_in(projection, lambda x: x.new_zeros(1).expand(*x.shape[:-1], width)))
     hook = layer.mlp_out.register_forward_pre_hook(lambda module, args: (entering, *args[1:]), prepend=True)
     stack.callback(hook.remove)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both are the same values in memory."""
+    return one is not None and other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _hand_on(like: Any) -> Callable[..., Any]:
