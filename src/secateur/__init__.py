@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from secateur.cut.repair import Repair, repair
     from secateur.cut.surgery import parameters_left, shrink
     from secateur.data.batches import Batches
+    from secateur.data.examples import example_batches, masked_batches
     from secateur.data.images import image_batches
+    from secateur.data.load import with_reference
     from secateur.data.texts import text_batches
     from secateur.errors import (
         DataError,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from secateur.measure.speed import Measurement, measure
     from secateur.methods import METHODS, Method
     from secateur.model.accounting import effective_parameters, inventory, total_parameters, zeroed_percent
-    from secateur.model.families import FAMILIES, candidate_units
+    from secateur.model.families import FAMILIES, Family, candidate_units
     from secateur.model.loading import Opened, load, load_shapes, open_model
     from secateur.model.zeroing import zeroed
     from secateur.prune import PruneResult, prune
@@ -77,6 +79,7 @@ __all__ = [
     "DamageMeter",
     "DataError",
     "Evaluation",
+    "Family",
     "Forecast",
     "Goal",
     "Greedy",
@@ -118,6 +121,7 @@ __all__ = [
     "effective_parameters",
     "evaluate",
     "evaluate_on",
+    "example_batches",
     "forecast_of",
     "image_batches",
     "inventory",
@@ -125,6 +129,7 @@ __all__ = [
     "load",
     "load_shapes",
     "load_shrunk",
+    "masked_batches",
     "measure",
     "open_model",
     "parameters_left",
@@ -142,6 +147,7 @@ __all__ = [
     "text_batches",
     "total_parameters",
     "unit_scores",
+    "with_reference",
     "zeroed",
     "zeroed_percent",
 ]
@@ -153,7 +159,9 @@ _HOMES = {  # a module, and the public names that live in it
     "cut.repair": "Repair repair",
     "cut.surgery": "parameters_left shrink",
     "data.batches": "Batches",
+    "data.examples": "example_batches masked_batches",
     "data.images": "image_batches",
+    "data.load": "with_reference",
     "data.texts": "text_batches",
     "errors": "DataError MissingExtra ModelError OutputError ProofError SecateurError SelectionError SettingError StoreError "
     "UnsupportedModel",
@@ -165,7 +173,7 @@ _HOMES = {  # a module, and the public names that live in it
     "measure.speed": "Measurement measure",
     "methods": "METHODS Method",
     "model.accounting": "effective_parameters inventory total_parameters zeroed_percent",
-    "model.families": "FAMILIES candidate_units",
+    "model.families": "FAMILIES Family candidate_units",
     "model.loading": "Opened load load_shapes open_model",
     "model.zeroing": "zeroed",
     "prune": "PruneResult prune",

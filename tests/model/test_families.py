@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.layers.mlp import GluMlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from secateur.errors import SelectionError, UnsupportedModel
-from secateur.model.families import FAMILIES, anatomy, candidate_units, family_of, layer_of, task_of
+from secateur.model.families import FAMILIES, Family, anatomy, candidate_units, family_of, layer_of, task_of
 from secateur.model.zeroing import zeroed
+from secateur.search.damage import DamageMeter
 from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from tiny import (
     CAUSAL,
@@ -340,3 +344,53 @@ def test_a_slice_takes_its_range_of_any_tensor_of_the_parameters_shape() -> None
     assert q.of(columns)[0].tolist() == [4, 5, 6, 7]
     assert bias.of(torch.arange(36)).tolist() == [4, 5, 6, 7]
     assert out.of(torch.arange(12)[:, None].expand(12, 12))[:, 0].tolist() == [4, 5, 6, 7]
+
+
+class Block(nn.Module):
+    """A plain transformer block of somebody's own: 3 heads of 4, an MLP of 14."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attend: Any = nn.ModuleDict({name: nn.Linear(12, 12) for name in ("q", "k", "v", "o")})
+        attend.num_heads = 3
+        self.attend = attend
+        self.up, self.down = nn.Linear(12, 14), nn.Linear(14, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.attend[name](x).unflatten(-1, (-1, 4)).transpose(1, 2) for name in ("q", "k", "v"))
+        x = x + self.attend["o"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        moved: Tensor = x + self.down(F.relu(self.up(x)))
+        return moved
+
+
+class OwnModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks, self.head = nn.Embedding(8, 12), nn.ModuleList(Block() for _ in range(2)), nn.Linear(12, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x).mean(1)[:, 0]
+        return found
+
+
+def test_a_family_added_at_run_time_is_measured_with_a_loss_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Family("text", "blocks", "attend", ("q", "k", "v"), "o", ("up",), "down")
+    monkeypatch.setitem(FAMILIES, "OwnModel", row)
+    torch.manual_seed(0)
+    model = OwnModel().eval()
+    batches = [{"tokens": torch.randint(0, 8, (3, 5)), "goal": torch.randn(3)} for _ in range(2)]
+
+    def squared(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        wrong: Tensor = model(batch["tokens"]) - batch["goal"]
+        return wrong**2
+
+    unit = Unit(MLP, 1, 0, GROUP)
+    base, masked, _ = next(DamageMeter(model, iter(batches), loss=squared).measure([(unit, (0, 1))]))
+    other: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[1].down.weight[:, :GROUP] = 0
+        expected = [[float(squared(one, batch).mean()) for batch in batches] for one in (model, other)]
+    assert [*base] == pytest.approx(expected[0], rel=1e-6) and [*masked] == pytest.approx(expected[1], rel=1e-6)

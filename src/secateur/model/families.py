@@ -90,7 +90,8 @@ _CLIP_VISION = Family(
     mlp_out="mlp.fc2",
 )
 
-# The key is transformers' model_type, or "timm/" and the class name.
+# The key is transformers' model_type, "timm/" and a class name, or the name of a class of your own: a row can be added at run
+# time.
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         task="text",
@@ -283,8 +284,8 @@ def family_of(model: nn.Module) -> str:
     model_type = getattr(config, "model_type", None)
     if model_type in FAMILIES:
         return str(model_type)
-    timm_names = [f"timm/{kind.__name__}" for kind in type(model).__mro__ if kind.__module__.startswith("timm.")]
-    for name in timm_names:
+    for kind in type(model).__mro__:
+        name = f"timm/{kind.__name__}" if kind.__module__.startswith("timm.") else kind.__name__
         if name in FAMILIES:
             return name
     what = f"model_type {model_type!r}" if model_type else f"the class {type(model).__name__}"
@@ -295,8 +296,8 @@ def task_of(model: nn.Module) -> str:
     """What the model does: a key of TASKS."""
     family = family_of(model)
     usual = FAMILIES[family].task
-    if family.startswith("timm/"):
-        return usual
+    if not classes_of(family):
+        return usual  # timm's models, and those that transformers does not know
     names = [kind.__name__ for kind in type(model).__mro__]  # a subclass does what its class does
     task = next((task for name in names if (task := task_of_class(family, name))), None)
     if task is None:
