@@ -146,7 +146,7 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 
 PROGRESS = re.compile(
     r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
-    r"|step \d+/\d+: (head|mlp) \d+\.\d+ \(reward \d\.\d+\)"
+    r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(reward \d\.\d+\)"
 )
 
 
