@@ -1,6 +1,7 @@
 """A tiny random model of every family, with the traits that make the family hard: nothing is loaded, all is milliseconds.
 
-Every MLP width leaves an odd last group when it is cut by GROUP.
+Every MLP width leaves an odd last group when it is cut by GROUP, but not that of experts: torch multiplies the weights of
+all experts at once only if a row of them is a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from secateur.model.families import task_of
 from secateur.model.losses import batch_loss, predictions, reference_of
 from secateur.model.zeroing import zeroed
 from secateur.tasks import TASKS
-from secateur.units import Unit
+from secateur.units import EXPERT, TARGETS, Unit
 
 tf: Any = transformers  # its model classes are not typed
 
 GROUP = 4
+EVERYWHERE = [target for target in TARGETS if target != EXPERT]  # tests/test_experts.py is about the models that have experts
 VOCABULARY, CLASSES, IMAGE = 32, 5, 16
 
 
@@ -123,6 +125,9 @@ _OPT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "ffn_dim": 
 _NEOX: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 14, "tie_word_embeddings": False}
 _WIDE_HEADS: dict[str, Any] = {"hidden_size": 12, "head_dim": 8}  # the heads together are wider than the model
 _GEMMA2: dict[str, Any] = _WIDE_HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 8}
+_EXPERTS: dict[str, Any] = {"intermediate_size": 16, "num_experts_per_tok": 2}  # and 4 experts
+_QWEN_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
+_DENSE_LAST: dict[str, Any] = _QWEN_EXPERTS | {"mlp_only_layers": [2]}
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _VIT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 14, "num_hidden_layers": 3}
 _BERT: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 14, "num_hidden_layers": 3}
@@ -145,6 +150,12 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
     "gemma": lambda: _grouped(tf.GemmaForCausalLM, tf.GemmaConfig, num_attention_heads=3, num_key_value_heads=1, **_WIDE_HEADS),
     "gemma2": lambda: _grouped(tf.Gemma2ForCausalLM, tf.Gemma2Config, **_GEMMA2),
     "gemma3_text": lambda: _grouped(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, layer_types=_LAYER_TYPES, **_GEMMA2),
+    "mixtral": lambda: _grouped(tf.MixtralForCausalLM, tf.MixtralConfig, num_local_experts=4, **_EXPERTS),
+    "qwen2_moe": lambda: _grouped(tf.Qwen2MoeForCausalLM, tf.Qwen2MoeConfig, shared_expert_intermediate_size=10, **_DENSE_LAST),
+    "qwen3_moe": lambda: _grouped(
+        tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig, norm_topk_prob=True, **_QWEN_EXPERTS, **_WIDE_HEADS
+    ),
+    "olmoe": lambda: _grouped(tf.OlmoeForCausalLM, tf.OlmoeConfig, num_experts=4, **_EXPERTS),
     "vit": lambda: _image(tf.ViTForImageClassification, tf.ViTConfig, patch_size=8, **_VIT),
     "deit": lambda: _image(tf.DeiTForImageClassification, tf.DeiTConfig, patch_size=8, **_VIT),
     "deit distilled": lambda: _image(tf.DeiTForImageClassificationWithTeacher, tf.DeiTConfig, patch_size=8, **_VIT),
@@ -165,6 +176,8 @@ FAMILIES_TINY: dict[str, Callable[[], nn.Module]] = {
     "timm deit distilled": lambda: _timm(VisionTransformerDistilled, **_TIMM_VIT),
     "timm swin": lambda: _timm(SwinTransformer, **_SWIN, **_WINDOWS),
 }
+# The families whose heads can be cut out. OLMoE's cannot: a norm runs over all of them together.
+CUTTABLE = [name for name in FAMILIES_TINY if name != "olmoe"]
 
 # By task; written down, since a model would have to be built to ask for its task. tests/model/test_families.py compares.
 TIMM = ("timm vit", "timm deit distilled", "timm swin")

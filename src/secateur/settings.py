@@ -354,7 +354,7 @@ class Machine(_Checked):
         least=0,
     )  # in bytes; the command line takes GiB
     lanes: int | None = _setting(
-        None, MACHINE, "Runs side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere]", least=1
+        None, MACHINE, "Runs side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere and with experts]", least=1
     )
     trust_remote_code: bool = _setting(False, MACHINE, "Run code that the checkpoint brings along.")
 

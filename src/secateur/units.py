@@ -9,7 +9,7 @@ from typing import Any
 
 from secateur.errors import SettingError, not_one_of
 
-HEAD, MLP, KV_GROUP = "head", "mlp", "kv_group"
+HEAD, MLP, KV_GROUP, EXPERT = "head", "mlp", "kv_group", "expert"
 GROUP_WIDTH = 32  # g0, the paper's nominal number of MLP channels in a group
 
 
@@ -26,16 +26,25 @@ KINDS = {
     HEAD: Kind((HEAD,), "Head", "attention head"),
     MLP: Kind((MLP,), "MLP group", "MLP channel group"),
     KV_GROUP: Kind((HEAD,), "K/V group", "K/V group"),
+    EXPERT: Kind((MLP,), "Expert", "expert"),
 }
-TARGETS = {"head": (HEAD,), "mlp": (MLP,), "both": (HEAD, MLP), "kv_group": (KV_GROUP,), "kv_group+mlp": (KV_GROUP, MLP)}
+TARGETS = {
+    "head": (HEAD,),
+    "mlp": (MLP,),
+    "both": (HEAD, MLP),
+    "kv_group": (KV_GROUP,),
+    "kv_group+mlp": (KV_GROUP, MLP),
+    "expert": (EXPERT,),
+}
 
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """A typed structured candidate: head, MLP channel group or K/V group `index` of block `layer`; all counted from 0.
+    """A typed structured candidate: head, MLP channel group, K/V group or expert `index` of block `layer`; all counted from 0.
 
     A head is a query head; a K/V group is a K/V head with all the query heads that share it. An MLP group carries the nominal
-    `width` of its partition, so that a unit alone says which channels it means.
+    `width` of its partition, so that a unit alone says which channels it means; in a block with experts these are channels of
+    all of them.
     """
 
     kind: str
@@ -72,17 +81,18 @@ def enumerate_units(
     target: str,
     group_width: int = GROUP_WIDTH,
     kv_heads: Sequence[int] | None = None,
+    experts: Sequence[int] = (),
 ) -> list[Unit]:
     """All candidates U of a model with `heads[l]` heads and `mlp_widths[l]` MLP channels in block l (Eq. 1-5).
 
-    Without `kv_heads` every head has a K/V head of its own.
+    Without `kv_heads` every head has a K/V head of its own; `experts[l]` is 0 in a block without experts.
     """
     if target not in TARGETS:
         raise not_one_of("target", target, TARGETS)
     if group_width < 1:
         raise SettingError(f"The MLP group width is {group_width}, but must be at least 1.")
     groups = [math.ceil(width / group_width) for width in mlp_widths]  # Q_l; the last group may be smaller (Eq. 2)
-    counts = {HEAD: heads, MLP: groups, KV_GROUP: heads if kv_heads is None else kv_heads}
+    counts = {HEAD: heads, MLP: groups, KV_GROUP: heads if kv_heads is None else kv_heads, EXPERT: experts}
     kinds = TARGETS[target]
     return [Unit(kind, layer, i, group_width) for kind in kinds for layer, n in enumerate(counts[kind]) for i in range(n)]
 

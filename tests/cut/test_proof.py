@@ -20,7 +20,7 @@ from secateur.errors import ProofError, SettingError
 from secateur.model.families import anatomy, candidate_units, task_of, weight_of
 from secateur.model.zeroing import zeroed
 from secateur.units import HEAD, MLP, Unit
-from tiny import FAMILIES_TINY, GROUP, deep_llama, hook_count, logits_of, tiny_batch, tiny_batches
+from tiny import CUTTABLE, FAMILIES_TINY, GROUP, deep_llama, hook_count, logits_of, tiny_batch, tiny_batches
 
 # One for all tests, so that each of them would see if another had changed it.
 dense: Callable[[str], Any] = functools.cache(lambda name: FAMILIES_TINY[name]())
@@ -101,7 +101,7 @@ def test_a_wrong_cut_is_refused(how: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FAMILIES_TINY)
+@pytest.mark.parametrize("name", CUTTABLE)
 def test_every_family_is_proved_in_every_dtype_up_to_the_rounding_of_float64(
     name: str, dtype: torch.dtype, precision: str
 ) -> None:

@@ -17,10 +17,10 @@ from secateur.model.families import anatomy, candidate_units, input_dim, task_of
 from secateur.model.losses import IGNORED, REFERENCE, batch_loss
 from secateur.settings import AUTO, BIAS, LEAST_SQUARES, NONE
 from secateur.units import HEAD, KV_GROUP, MLP, Unit
-from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch, tiny_batches
+from tiny import CUTTABLE, FAMILIES_TINY, GROUP, hook_count, logits_of, tiny_batch, tiny_batches
 
 UNITS = [Unit(HEAD, 0, 1), Unit(HEAD, 2, 0), Unit(MLP, 0, 3, GROUP), Unit(MLP, 1, 0, GROUP)]
-every_family = pytest.mark.parametrize("name", FAMILIES_TINY)
+every_family = pytest.mark.parametrize("name", CUTTABLE)
 
 Batch = dict[str, Tensor]
 State = dict[str, Tensor]
@@ -134,7 +134,7 @@ def lost_projections(model: nn.Module, small: nn.Module, units: list[Unit]) -> l
     for layer, left, kept in zip(layers, anatomy(small), kept_of(layers, units), strict=True):
         if len(kept.heads) < layer.heads:
             found.append((layer.out, left.out, [h * layer.head_dim + c for h in kept.heads for c in range(layer.head_dim)]))
-        if len(kept.channels) < layer.mlp_width:
+        if len(kept.channels) < layer.mlp_width and not layer.experts:
             found.append((layer.mlp_out, left.mlp_out, list(kept.channels)))
     return found
 

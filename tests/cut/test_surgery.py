@@ -17,18 +17,22 @@ from secateur.cut.proof import prove
 from secateur.cut.surgery import Kept, check_uniform, kept_of, parameters_left, shrink
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
 from secateur.model.accounting import effective_parameters, zeroed_percent
-from secateur.model.families import Layer, Range, anatomy, candidate_units, input_dim, layer_of, weight_of
+from secateur.model.families import Layer, Range, anatomy, candidate_units, expert_weights, input_dim, layer_of, weight_of
 from secateur.model.shrunk import CODE, Shrunk, layout_of
 from secateur.model.zeroing import zeroed, zeroed_in_parts
 from secateur.settings import FREE, UNIFORM
-from secateur.units import HEAD, KV_GROUP, MLP, TARGETS, Unit
-from tiny import CAUSAL, FAMILIES_TINY, GROUP, TIMM, hook_count, logits_of, randomised, tf, tiny_batch
+from secateur.units import HEAD, KV_GROUP, MLP, Unit
+from tiny import CAUSAL, CUTTABLE, EVERYWHERE, FAMILIES_TINY, GROUP, TIMM, hook_count, logits_of, randomised, tf, tiny_batch
 
-GROUPED = [name for name in CAUSAL if name not in ("gpt2", "opt", "opt post-norm", "gpt_neox", "gpt_neox sequential")]
-STOCK = [name for name in FAMILIES_TINY if name not in TIMM]  # transformers' families
+GROUPED = [
+    name
+    for name in CAUSAL
+    if name in CUTTABLE and name not in ("gpt2", "opt", "opt post-norm", "gpt_neox", "gpt_neox sequential")
+]
+STOCK = [name for name in CUTTABLE if name not in TIMM]  # transformers' families
 # DINOv2's config says the width of the MLPs as a whole multiple; SigLIP's sets that of the pooling head, which stays, too.
 EVEN = [name for name in STOCK if name not in ("dinov2", "siglip_vision_model")]
-every_family = pytest.mark.parametrize("name", FAMILIES_TINY)
+every_family = pytest.mark.parametrize("name", CUTTABLE)
 # One for all tests, so that each of them would see if another had changed it.
 dense: Callable[[str], Any] = functools.cache(lambda name: FAMILIES_TINY[name]())
 
@@ -93,8 +97,10 @@ def affected(model: nn.Module, units: Sequence[Unit]) -> set[str]:
         block = layer_of(layers, unit).name + "."
         for name, _ in model.named_parameters():
             rest = name.removeprefix(block)
-            if rest != name and (  # < is where the names of the block itself begin
-                any(word in f"<{rest}" for word in words[unit.side]) or ("bias_table" in rest and unit.side == HEAD)
+            if (  # < is where the names of the block itself begin
+                rest != name
+                and "shared_expert" not in rest
+                and (any(word in f"<{rest}" for word in words[unit.side]) or ("bias_table" in rest and unit.side == HEAD))
             ):
                 names.add(name)
     return {name for name in names if not name.endswith(outs)}
@@ -104,7 +110,7 @@ def affected(model: nn.Module, units: Sequence[Unit]) -> set[str]:
 
 
 @every_family
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", EVERYWHERE)
 def test_a_cut_model_gives_the_logits_of_the_zeroed_one_with_the_parameters_that_were_foretold(name: str, target: str) -> None:
     model = dense(name)
     batch, total = tiny_batch(model), count(model)
@@ -128,9 +134,10 @@ def by_hand_gone(model: nn.Module, units: Sequence[Unit]) -> int:
         heads |= {h for unit in here if unit.kind == KV_GROUP for h in range(unit.index * per_kv, (unit.index + 1) * per_kv)}
         kv_heads = {k for k in range(layer.kv_heads) if {k * per_kv + h for h in range(per_kv)} <= heads}
         channels = {c for unit in here if unit.kind == MLP for c in range(layer.mlp_width) if c // GROUP == unit.index}
-        biased, mlp_biased = (module.bias is not None for module in (layer.qkv[0], layer.mlp_in[0]))
+        biased = layer.qkv[0].bias is not None
+        mlp_biased = not layer.experts and layer.mlp_in[0].bias is not None
         gone += layer.head_dim * (len(heads) * (2 * layer.width + biased) + len(kv_heads) * (2 * layer.width + 2 * biased))
-        gone += len(channels) * (layer.width * (2 + layer.gated) + mlp_biased)
+        gone += len(channels) * (layer.width * (2 + layer.gated) + mlp_biased) * max(1, layer.experts)
         if "bias_table" in "".join(key for key, _ in layer.attention.named_parameters()):
             gone += len(heads) * 9  # Swin's windows of 2 x 2 have 9 relative positions
     return gone
@@ -368,12 +375,14 @@ def test_what_an_output_projection_loses_are_the_channels_in_the_units_ranges(na
         layer, left = anatomy(model)[2], anatomy(shrink(model, [unit]))[2]
         gone = {id(part.projection): part.channels for part in layer.ranges(unit)}
         for before, after in ((layer.out, left.out), (layer.mlp_out, left.mlp_out)):
-            stays = [c for c in range(_inputs(before).shape[1]) if c not in gone.get(id(before), ())]
-            assert torch.equal(_inputs(after), _inputs(before)[:, stays])
+            stays = [c for c in range(_inputs(before).shape[-1]) if c not in gone.get(id(before), ())]
+            assert torch.equal(_inputs(after), _inputs(before)[..., stays])
 
 
 def _inputs(projection: nn.Module) -> Tensor:
-    """Its weight as (outputs, inputs)."""
+    """Its weight as (outputs, inputs); of experts (experts, outputs, inputs)."""
+    if isinstance(projection.down_proj if hasattr(projection, "down_proj") else None, Tensor):
+        return expert_weights(projection)[1]
     return weight_of(projection) if input_dim(projection) == 1 else weight_of(projection).T
 
 
@@ -395,7 +404,8 @@ def test_two_cuts_are_one_cut_of_both(name: str, target: str) -> None:
     for seed, share in ((0, 0.6), (1, 1.0)):
         both = random.Random(seed).sample(units, int(share * len(units)))
         first, second = both[: len(both) // 2], both[len(both) // 2 :]
-        twice: Any = shrink(shrink(model, first), [after(unit, first) for unit in second])
+        halfway = shrink(model, first)
+        twice: Any = shrink(halfway, [after(unit, first) for unit in second])
         once: Any = shrink(model, both)
         assert {key: value.shape for key, value in twice.state_dict().items()} == {
             k: v.shape for k, v in once.state_dict().items()
@@ -404,7 +414,7 @@ def test_two_cuts_are_one_cut_of_both(name: str, target: str) -> None:
         close(logits_of(twice, tiny_batch(model)), logits_of(once, tiny_batch(model)))
         if layout_of(once):
             assert layout_of(twice) == layout_of(once) and type(twice) is type(once)
-        if layout_of(once) and name not in TIMM:
+        if layout_of(once) and layout_of(halfway) and name not in TIMM:
             assert twice.config.to_dict() == once.config.to_dict()
 
 
@@ -454,7 +464,10 @@ def test_an_even_cut_of_the_mlps_is_an_ordinary_model_with_another_config(name: 
     changed = {key: value for key, value in small.config.to_dict().items() if model.config.to_dict()[key] != value}
     words = {"gpt2": "n_inner", "opt": "ffn_dim", "opt post-norm": "ffn_dim", "swin": "mlp_ratio", "distilbert": "hidden_dim"}
     word = words.get(name, "intermediate_size")
-    assert changed == {word: pytest.approx(11 / 12) if name == "swin" else 10}
+    expected = {word: pytest.approx(11 / 12) if name == "swin" else 10}
+    experts = {"moe_intermediate_size": 12}  # of two blocks of the Qwen2-MoE and of all of the Qwen3-MoE
+    by_family = {"mixtral": {word: 12}, "qwen2_moe": {word: 10} | experts, "qwen3_moe": experts}
+    assert changed == by_family.get(name, expected)
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -501,7 +514,7 @@ REFUSALS = [
     ("siglip_vision_model", [Unit(MLP, i, 0, GROUP) for i in range(3)], r"cannot describe what is left \(head\.mlp"),
     *(
         (name, [Unit(HEAD, i, 0) for i in range(4 if "swin" in name else 3)], "all heads must stay")
-        for name in FAMILIES_TINY
+        for name in CUTTABLE
         if name not in GROUPED
     ),
 ]

@@ -49,6 +49,7 @@ class ByHand:
     per_kv: int = 1  # heads that look at the same K/V head
     heads_from: tuple[str, ...] = ()  # the projections that make the heads, where they do not lie beside `out`
     mlp_from: tuple[str, ...] = ()
+    experts: tuple[int, ...] = ()  # the blocks whose MLPs are experts, side by side in `experts.down_proj`
 
     def columns(self, unit: Unit) -> list[int]:
         """The input channels of the output projection that carry the unit."""
@@ -61,10 +62,12 @@ class ByHand:
 
     def projection(self, model: nn.Module, unit: Unit) -> nn.Module:
         path = self.mlp_out if unit.kind == MLP else self.out
+        if unit.kind == MLP and unit.layer in self.experts:
+            path = path.replace("down_proj", "experts")
         return model.get_submodule(path.format(self.blocks[unit.layer]))
 
 
-def _llama(heads: int = 4, head_dim: int = 4, per_kv: int = 2) -> ByHand:
+def _llama(heads: int = 4, head_dim: int = 4, per_kv: int = 2, experts: tuple[int, ...] = ()) -> ByHand:
     return ByHand(
         "model.layers.{}.self_attn.o_proj",
         "model.layers.{}.mlp.down_proj",
@@ -72,6 +75,8 @@ def _llama(heads: int = 4, head_dim: int = 4, per_kv: int = 2) -> ByHand:
         head_dim=head_dim,
         shared_kv=per_kv > 1,
         per_kv=per_kv,
+        mlp_widths=tuple(16 if layer in experts else 14 for layer in range(3)),
+        experts=experts,
     )
 
 
@@ -109,6 +114,10 @@ BY_HAND: dict[str, ByHand] = {
     "gemma": _llama(heads=3, head_dim=8, per_kv=3),
     "gemma2": _llama(head_dim=8),
     "gemma3_text": _llama(head_dim=8),
+    "mixtral": _llama(experts=(0, 1, 2)),
+    "qwen2_moe": _llama(experts=(0, 1)),
+    "qwen3_moe": _llama(head_dim=8, experts=(0, 1, 2)),
+    "olmoe": _llama(experts=(0, 1, 2)),
     "vit": ByHand("vit.layers.{}.attention.o_proj", "vit.layers.{}.mlp.fc2"),
     "deit": _DEIT,
     "deit distilled": _DEIT,
@@ -153,7 +162,7 @@ every_kind = pytest.mark.parametrize("kind", [HEAD, MLP, KV_GROUP])
 def some_units(by_hand: ByHand, kind: str) -> list[Unit]:
     """Two of the first block, one of the middle, and the last of the last, which for an MLP is the odd group."""
     last = len(by_hand.blocks) - 1
-    end = by_hand.mlp_widths[last] // GROUP if kind == MLP else by_hand.heads[last] - 1
+    end = (by_hand.mlp_widths[last] - 1) // GROUP if kind == MLP else by_hand.heads[last] - 1
     places = [(0, 0), (0, 2), (1, 1), (last, end)]
     if kind == KV_GROUP:  # of as many heads
         places = [(layer, index // by_hand.per_kv) for layer, index in places]
@@ -164,13 +173,14 @@ def without_columns(model: nn.Module, by_hand: ByHand, units: list[Unit]) -> nn.
     """A copy in which nothing of the units reaches the residual stream, by weights alone."""
     model = copy.deepcopy(model)
     for unit in units:
-        weight = by_hand.projection(model, unit).weight
+        projection = by_hand.projection(model, unit)
+        weight = projection.down_proj if hasattr(projection, "down_proj") else projection.weight
         assert isinstance(weight, nn.Parameter)
         with torch.no_grad():
             if "c_proj" in by_hand.out:  # GPT-2's Conv1D: a row for each input
                 weight[by_hand.columns(unit), :] = 0
             else:
-                weight[:, by_hand.columns(unit)] = 0
+                weight[..., by_hand.columns(unit)] = 0
     return model
 
 
@@ -193,7 +203,7 @@ def test_a_zeroed_model_gives_the_logits_of_one_whose_weight_columns_are_zeroed_
 def test_the_candidates_are_the_heads_and_groups_that_the_config_says(name: str) -> None:
     by_hand = BY_HAND[name]
     heads = [Unit(HEAD, layer, h) for layer, n in enumerate(by_hand.heads) for h in range(n)]
-    groups = [Unit(MLP, layer, q, GROUP) for layer, n in enumerate(by_hand.mlp_widths) for q in range(n // GROUP + 1)]
+    groups = [Unit(MLP, layer, q, GROUP) for layer, n in enumerate(by_hand.mlp_widths) for q in range(-(-n // GROUP))]
     model = FAMILIES_TINY[name]()
     assert candidate_units(model, HEAD) == heads
     assert candidate_units(model, MLP, GROUP) == groups
@@ -207,6 +217,8 @@ def test_the_candidates_are_the_heads_and_groups_that_the_config_says(name: str)
 @every_kind
 def test_the_parameters_that_make_a_unit_do_nothing_once_it_is_zeroed(name: str, kind: str) -> None:
     model, by_hand = FAMILIES_TINY[name](), BY_HAND[name]
+    if anatomy(model)[0].norm_over_heads and kind != MLP:
+        pytest.skip("a norm over all heads makes each head's queries part of the others'")
     batch, rng = tiny_batch(model), torch.Generator().manual_seed(1)
     for unit in some_units(by_hand, kind)[1:]:
         dense = logits_of(model, batch)
@@ -233,16 +245,18 @@ def test_the_units_of_a_block_share_its_projections_out_among_them_without_gap_o
                     part.of(owners[names[id(part.parameter)]]).add_(1)
         owned = {key for key, count in owners.items() if count.any()}
         assert all((owners[key] == 1).all() for key in owned)
-        assert owned == _owned_by_hand(model, by_hand, kind, block)
+        assert owned == _owned_by_hand(model, by_hand, kind, block, layer)
 
 
-def _owned_by_hand(model: nn.Module, by_hand: ByHand, kind: str, block: str) -> set[str]:
+def _owned_by_hand(model: nn.Module, by_hand: ByHand, kind: str, block: str, layer: int) -> set[str]:
     """The tensors of a block's attention or MLP, without norms, position tables, shared K/V heads and the output's bias."""
     path = (by_hand.mlp_out if kind == MLP else by_hand.out).format(block)
     parent = path.rpartition(".")[0]
     if by_hand.heads_from:
         made_by = [name.format(block) for name in (by_hand.mlp_from if kind == MLP else by_hand.heads_from)]
         return {f"{path}.weight"} | {key for key, _ in model.named_parameters() if key.rpartition(".")[0] in made_by}
+    if kind == MLP and layer in by_hand.experts:
+        return {f"{parent}.experts.gate_up_proj", f"{parent}.experts.down_proj"}
     heads = ("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv")
     inputs = ("fc1", "c_fc", "dense_h_to_4h", "gate_proj", "up_proj") if kind == MLP else heads
     wanted = {*inputs} - ({"k_proj", "v_proj"} if by_hand.shared_kv and kind == HEAD else set())

@@ -26,7 +26,10 @@ MIB = 2**20
 
 
 class Runs:
-    """Counts how often the modules of each block run themselves; one that is stood in for does not."""
+    """Counts how often the modules of each block run themselves; one that is stood in for does not.
+
+    In a block with experts the router counts as `mlp_in`. The experts count as `mlp_out`, and are stood in for to be zeroed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.counts: Counter[tuple[int, str]] = Counter()
@@ -54,7 +57,7 @@ class Runs:
 
 
 def modules_of(layer: Layer, part: str) -> tuple[nn.Module, ...]:
-    modules = getattr(layer, part)
+    modules = layer.router if part == "mlp_in" and layer.router else getattr(layer, part)
     return modules if isinstance(modules, tuple) else (modules,)
 
 
@@ -91,10 +94,12 @@ def test_a_run_for_an_mlp_group_starts_at_the_last_projection_of_its_block(famil
     runs = Runs(model)
     meter = DamageMeter(model, batches, batches_per_pull=1)
     losses_of(meter, Unit(MLP, 1, 0, GROUP), [0])
-    assert [one["mlp_out"] for one in runs.taken()] == [1] + [2] * (len(anatomy(model)) - 1)
+    experts = anatomy(model)[1].experts
+    assert [one["mlp_out"] for one in runs.taken()] == [1, 1 if experts else 2] + [2] * (len(anatomy(model)) - 2)
     unit = Unit(MLP, 1, 1, GROUP)
     _, masked = losses_of(meter, unit, [0])
-    assert runs.taken() == [{}, {"block": 1, "mlp_out": 1}, *[WHOLE] * (len(anatomy(model)) - 2)]
+    inside = {"block": 1, "mlp_in": 1} if experts else {"block": 1, "mlp_out": 1}
+    assert runs.taken() == [{}, inside, *[WHOLE] * (len(anatomy(model)) - 2)]
     assert masked == [loss_without(model, batches[0], [unit])]
 
 
@@ -108,10 +113,14 @@ def test_runs_start_inside_the_first_and_the_last_block_too(family: str, kind: s
     meter = DamageMeter(model, batches, batches_per_pull=1)
     losses_of(meter, Unit(kind, 0, 0, GROUP), [0])
     runs.taken()
-    inside = from_its_heads_on(anatomy(model)[0]) if kind == HEAD else {"block": 1, "mlp_out": 1}
-    for layer, expected in ((0, [inside, *[WHOLE] * last]), (last, [*[{}] * last, inside])):
+    for layer in (0, last):
+        experts = kind == MLP and runs.layers[layer].experts
+        inside = from_its_heads_on(anatomy(model)[0]) if kind == HEAD else {"block": 1, "mlp_out": 1}
+        inside = {"block": 1, "mlp_in": 1} if experts else inside
+        expected = [inside, *[WHOLE] * last] if layer == 0 else [*[{}] * last, inside]
         unit = Unit(kind, layer, 1, GROUP)
         assert losses_of(meter, unit, [0])[1] == [loss_without(model, batches[0], [unit])]
+        runs.counts[layer, "mlp_out"] += bool(experts)  # the run above stood in for them too
         runs.counts -= Counter({(i, part): len(modules_of(one, part)) for i, one in enumerate(runs.layers) for part in PARTS})
         assert runs.taken() == expected
 

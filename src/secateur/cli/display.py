@@ -185,10 +185,13 @@ def show_measurement(measurement: Measurement) -> None:
 
 def show_inventory(listed: Inventory) -> None:
     table = Table(box=None)
-    for title in ("layer", "heads", "K/V heads", "head width", "MLP width", "units", "parameters"):
+    experts = any(row.experts for row in listed.layers)
+    extra = ["experts"] if experts else []
+    for title in ("layer", "heads", "K/V heads", "head width", *extra, "MLP width", "units", "parameters"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in listed.layers:
-        counts = (row.layer, row.heads, row.kv_heads, row.head_dim, row.mlp_width, row.units, row.params)
+        extra_counts = [row.experts] if experts else []
+        counts = (row.layer, row.heads, row.kv_heads, row.head_dim, *extra_counts, row.mlp_width, row.units, row.params)
         table.add_row(*(f"{value:,}" for value in counts))
     stdout.print(table)
     low, high = listed.zeroed_percent

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from secateur.cut.surgery import check_uniform, kept_of, parameters_left, shrink
+from secateur.cut.surgery import check_cuttable, check_uniform, kept_of, parameters_left, shrink
 from secateur.errors import OutputError, SettingError
 from secateur.files import jsonio
 from secateur.measure.speed import measure, run_of
@@ -22,8 +22,8 @@ from secateur.model.families import Layer, anatomy
 from secateur.model.loading import Opened
 from secateur.model.losses import evaluating
 from secateur.search.goals import Goal, Quota, Share
-from secateur.settings import FLOPS, LATENCY, PARAMS, UNIFORM, Settings
-from secateur.units import HEAD, KINDS, MLP, Unit
+from secateur.settings import FLOPS, LATENCY, NONE, PARAMS, UNIFORM, Settings
+from secateur.units import EXPERT, HEAD, KINDS, MLP, Unit
 from secateur.watcher import Watcher
 
 BATCH_SIZE = 8  # texts or images in the run whose FLOPs or time a goal limits
@@ -37,15 +37,26 @@ def goal_of(
 ) -> Goal | None:
     """The goal that the settings give to a search; None if the ratio alone decides.
 
+    Experts always have a quota, since a config has one number of experts for all layers.
+
     `table_file` keeps the latency table of a run, so that a restarted run decides by the same numbers.
     """
     model, share = opened.model, None
+    experts = any(unit.kind == EXPERT for unit in units)
+    if settings.layout != NONE:
+        check_cuttable(model, units)
     if settings.keep:
+        what, _ = settings.keep
+        if experts and what != PARAMS:
+            raise SettingError(
+                f"Removing experts saves no {what}, since each token takes as many as before: use --keep-params or --ratio."
+            )
         share = _share_of(settings, *settings.keep, opened, units, table_file, watcher)
-    if settings.layout != UNIFORM:
+    if settings.layout != UNIFORM and not experts:
         return share
     quota = uniform_quota(model, units, settings.ratio, share)
-    check_uniform(model, quota.example())
+    if settings.layout == UNIFORM:
+        check_uniform(model, quota.example())
     return quota
 
 
@@ -130,9 +141,11 @@ class FlopShares:
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}  # rows and sequence length of its input
 
         def note_sizes(i: int, side: str) -> Callable[..., None]:
+            copies = max(1, self._layers[i].experts_per_token) if side == MLP else 1  # each token is a row of several experts
+
             def hook(module: nn.Module, args: Any) -> None:
                 x = args[0]
-                self._sizes[i, side] = (x.shape[:-1].numel(), x.shape[-2])
+                self._sizes[i, side] = (copies * x.shape[:-1].numel(), x.shape[-2])
 
             return hook
 
@@ -248,26 +261,27 @@ def uniform_quota(model: nn.Module, units: Sequence[Unit], ratio: float, goal: S
         if len(kinds) > 1:
             raise SettingError("A uniform layout with a goal takes units of one kind: choose --target head, mlp or kv_group.")
         of_kind = _UnitsOfKind(layers, units)
-        for n in range(1, of_kind.smallest):
+        for n in range(1, of_kind.most + 1):
             quota = of_kind.quota(n)
             if quota and goal.left(quota.example()) <= goal.share:
                 return replace(quota, share=goal)
+        advice = "" if EXPERT in kinds else ", or use --layout free"
         raise SettingError(
-            f"No uniform cut leaves at most {goal.share:.1%} of the {goal.what}; ask for a larger share, or use --layout free."
+            f"No uniform cut leaves at most {goal.share:.1%} of the {goal.what}; ask for a larger share{advice}."
         )
     cells: dict[Unit, Hashable] = {}
     room: dict[Any, int] = {}
     for kind in kinds:
         of_kind = _UnitsOfKind(layers, [unit for unit in units if unit.kind == kind])
         wanted = max(1, round(ratio * of_kind.smallest))
-        quota = of_kind.quota(wanted) if wanted < of_kind.smallest else None
+        quota = of_kind.quota(wanted) if wanted <= of_kind.most else None
         if quota is None:
-            possible = [n / of_kind.smallest for n in range(1, of_kind.smallest) if of_kind.quota(n)]
+            possible = [n / of_kind.smallest for n in range(1, of_kind.most + 1) if of_kind.quota(n)]
             nearest = ", ".join(f"{share:.3f}" for share in sorted(sorted(possible, key=lambda share: abs(share - ratio))[:3]))
             raise SettingError(
                 f"A ratio of {ratio} cannot be taken evenly from every layer"
                 + (f"; these can: {nearest}. Choose one of them, " if possible else ", and no other ratio can. Choose ")
-                + "another --target, or --layout free."
+                + ("another --target." if kind == EXPERT else "another --target, or --layout free.")
             )
         cells |= quota.cells
         room |= quota.room
@@ -283,7 +297,10 @@ class _UnitsOfKind:
         self._counts = Counter(unit.layer for unit in self._whole)
         kind = units[0].kind
         self._grouped = kind == HEAD and any(layer.grouped_query for layer in layers)
-        self.smallest = min((self._counts[i] for i in range(len(layers))), default=0)
+        concerned = [i for i, layer in enumerate(layers) if layer.experts or kind != EXPERT]
+        self.smallest = min((self._counts[i] for i in concerned), default=0)
+        stay = max(layers[i].experts_per_token for i in concerned) if kind == EXPERT else 1
+        self.most = self.smallest - stay  # how many may go from the smallest layer
         if not self.smallest:
             what = f"whole {KINDS[kind].words}"
             raise SettingError(f"The layout cannot be uniform: a layer has no {what}. Use --layout free.")

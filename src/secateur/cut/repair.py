@@ -89,7 +89,10 @@ def repair(
     projections = _projections(model, units, small)
     biased = [projection for projection in projections if projection.bias is not None]
     if not projections:
-        return Repair(NONE, {}, {LEAST_SQUARES if form == AUTO else form: "no output projection lost a channel"})
+        reason = "no output projection lost a channel" + (
+            ", and experts are not repaired" if any(layer.experts for layer in anatomy(model)) else ""
+        )
+        return Repair(NONE, {}, {LEAST_SQUARES if form == AUTO else form: reason})
     if form == BIAS and not biased:
         raise _no_bias()
     forms = [form] if form != AUTO else [LEAST_SQUARES, BIAS] if biased else [LEAST_SQUARES]
@@ -224,14 +227,14 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def _projections(model: nn.Module, units: Iterable[Unit], small: nn.Module) -> list[Projection]:
-    """The output projections that lost channels, block by block."""
+    """The output projections that lost channels, block by block; not those of experts, which see some tokens only."""
     layers, small_layers = anatomy(model), anatomy(small)
     projections: list[Projection] = []
     for layer, small_layer, kept in zip(layers, small_layers, kept_of(layers, units), strict=False):
         d = layer.head_dim
         channels = [h * d + c for h in kept.heads for c in range(d)]
-        projections.append(_projection(layer.out, small_layer.out, channels))
-        projections.append(_projection(layer.mlp_out, small_layer.mlp_out, kept.channels))
+        for dense, cut, stay in zip(layer.outs, small_layer.outs, (channels, kept.channels), strict=False):
+            projections.append(_projection(dense, cut, stay))
     fits = [len(p.kept) == weight_of(p.small).shape[input_dim(p.small)] for p in projections]
     if len(layers) != len(small_layers) or not all(fits):
         raise SelectionError(
@@ -300,7 +303,7 @@ def _progress_reporter(progress: Callable[[int, int], None] | None, total: int) 
 def check_repairable(model: nn.Module, form: str, n_batches: int) -> None:
     """Refuse, before any work, a form of repair that this model does not allow, or too few batches."""
     _check(form, DAMPING, 0.25, MEMORY, n_batches)
-    outs = [module for layer in anatomy(model) for module in (layer.out, layer.mlp_out)]
+    outs = [module for layer in anatomy(model) for module in layer.outs]
     if form == BIAS and not any(isinstance(module.bias, Tensor) for module in outs):
         raise _no_bias()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import SelectionError, UnsupportedModel, not_one_of
+from secateur.errors import SelectionError, SettingError, UnsupportedModel, not_one_of
 from secateur.model.families import (
     FAMILIES,
     PACKED,
@@ -21,6 +21,7 @@ from secateur.model.families import (
     Layer,
     anatomy,
     classes_of,
+    expert_weights,
     family_of,
     input_dim,
     layer_of,
@@ -30,17 +31,20 @@ from secateur.model.families import (
 from secateur.model.shrunk import LayerLayout, Layout, bias_tables, describe, fit, layout_of
 from secateur.settings import FREE, LAYOUTS, UNIFORM
 from secateur.tasks import TASKS
-from secateur.units import MLP, Unit
+from secateur.units import EXPERT, HEAD, MLP, Unit
+
+EXPERTS_SETTING = "num_experts"  # Mixtral's config takes it for its num_local_experts
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is left of a block, as indices into the heads and channels it had."""
+    """What is left of a block, as indices into the heads, channels and experts it had."""
 
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
     channels: tuple[int, ...]  # of the MLP
     kv_index: tuple[int, ...]  # for each kept head, the position of its K/V head in `kv_heads`
+    experts: tuple[int, ...] = ()
 
     @property
     def even(self) -> bool:
@@ -52,7 +56,8 @@ def shrink(model: nn.Module, units: Iterable[Unit], layout: str = FREE) -> nn.Mo
     """Return a copy of the model with the units cut out; the model itself does not change.
 
     If all layers lost the same and the config can describe that, the copy is an ordinary model with other settings. The layout
-    "uniform" requires this. Otherwise the copy stores its counts layer by layer, see shrunk.py.
+    "uniform" requires this. Otherwise the copy stores its counts layer by layer, see shrunk.py. All layers must lose equally
+    many experts in any case.
 
     >>> small = shrink(model, selection.units)
     """
@@ -60,17 +65,21 @@ def shrink(model: nn.Module, units: Iterable[Unit], layout: str = FREE) -> nn.Mo
         raise not_one_of("layout", layout, LAYOUTS)
     layers, family = anatomy(model), FAMILIES[family_of(model)]
     kept = kept_of(layers, units)
+    experts = _experts_left(layers, kept)
     settings = _uniform_settings(model, family, layers, kept)
     if layout == UNIFORM:
         _require_uniform(settings)
-    sliced = {}
+    sliced: dict[int, nn.Parameter] = {}
     for parameter, dim, indices in _cuts(layers, kept):
         with torch.no_grad():
-            values = parameter.index_select(dim, torch.tensor(indices, dtype=torch.long, device=parameter.device))
+            index = torch.tensor(indices, dtype=torch.long, device=parameter.device)
+            values = sliced.get(id(parameter), parameter).index_select(dim, index)  # experts may be cut in two dimensions
         sliced[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     small = copy.deepcopy(model, dict(sliced))  # this memo puts the smaller tensors in place of the large ones
     counts = _layout(family, layers, kept)
     fit(small, counts)
+    if experts is not None:
+        _set_experts(small, experts)
     if isinstance(settings, str):
         describe(small, counts, _auto_classes(small), _config_words(family))
     else:
@@ -84,6 +93,20 @@ def check_uniform(model: nn.Module, units: Iterable[Unit]) -> None:
     _require_uniform(_uniform_settings(model, family, layers, kept_of(layers, units)))
 
 
+def check_cuttable(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Refuse, before any work, units that cannot be cut out of this model."""
+    layers, units = anatomy(model), list(units)
+    _cuts(layers, kept_of(layers, units))
+    channels = 16 // next(model.parameters()).element_size()
+    grouped = getattr(getattr(model, "config", None), "_experts_implementation", None) == "grouped_mm"
+    for unit in units:
+        if grouped and unit.kind == MLP and layer_of(layers, unit).experts and unit.width % channels:
+            raise SettingError(
+                f"torch multiplies by experts whose channels are a multiple of {channels}, but the groups have {unit.width}: "
+                f"choose a --group-width that is a multiple of {channels}."
+            )
+
+
 def _require_uniform(settings: dict[str, Any] | str) -> None:
     """Raise a SelectionError if there is a reason in place of the settings."""
     if isinstance(settings, str):
@@ -92,17 +115,19 @@ def _require_uniform(settings: dict[str, Any] | str) -> None:
 
 def kept_of(layers: Sequence[Layer], units: Iterable[Unit]) -> list[Kept]:
     """What each block keeps without the units. A K/V head is removed with the last of its heads."""
-    removed: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in layers]  # heads and MLP channels
+    removed: list[dict[str, set[int]]] = [{HEAD: set(), MLP: set(), EXPERT: set()} for _ in layers]
     for unit in units:
         layer = layer_of(layers, unit)
         for part in layer.ranges(unit):
-            removed[unit.layer][part.side == MLP].update(part.channels if part.side == MLP else layer.heads_in(part.channels))
+            removed[unit.layer][part.side].update(layer.heads_in(part.channels) if part.side == HEAD else part.channels)
     kept = []
-    for layer, (removed_heads, removed_channels) in zip(layers, removed, strict=True):
-        heads = tuple(h for h in range(layer.heads) if h not in removed_heads)
+    for layer, gone in zip(layers, removed, strict=True):
+        heads = tuple(h for h in range(layer.heads) if h not in gone[HEAD])
         kv_heads = tuple(sorted({layer.kv_of[h] for h in heads}))
-        channels = tuple(c for c in range(layer.mlp_width) if c not in removed_channels)
-        kept.append(Kept(heads, kv_heads, channels, tuple(kv_heads.index(layer.kv_of[h]) for h in heads)))
+        channels = tuple(c for c in range(layer.mlp_width) if c not in gone[MLP])
+        kv_index = tuple(kv_heads.index(layer.kv_of[h]) for h in heads)
+        experts = tuple(e for e in range(layer.experts) if e not in gone[EXPERT])
+        kept.append(Kept(heads, kv_heads, channels, kv_index, experts))
     return kept
 
 
@@ -110,8 +135,9 @@ def parameters_left(model: nn.Module, units: Iterable[Unit]) -> int:
     """How many parameters the model has after the units are cut out."""
     layers = anatomy(model)
     cuts = _cuts(layers, kept_of(layers, units))
-    removed = sum(p.numel() // p.shape[dim] * (p.shape[dim] - len(indices)) for p, dim, indices in cuts)
-    return sum(parameter.numel() for parameter in model.parameters()) - removed
+    dense = {id(parameter): parameter.numel() for parameter, _, _ in cuts}
+    left = {key: math.prod(shape) for key, shape in _shapes_left(cuts).items()}
+    return sum(parameter.numel() for parameter in model.parameters()) - sum(dense.values()) + sum(left.values())
 
 
 Cut = tuple[Tensor, int, Sequence[int]]  # the parameter that becomes smaller, the dimension, and the indices that stay
@@ -123,10 +149,23 @@ def _cuts(layers: Sequence[Layer], kept: Sequence[Kept]) -> list[Cut]:
     return [(parameter, dim, indices) for parameter, dim, indices in cuts if len(indices) < parameter.shape[dim]]
 
 
+def _shapes_left(cuts: Sequence[Cut]) -> dict[int, list[int]]:
+    """The shapes of the smaller parameters, by the id of the parameter."""
+    shapes: dict[int, list[int]] = {}
+    for parameter, dim, indices in cuts:
+        shapes.setdefault(id(parameter), list(parameter.shape))[dim] = len(indices)
+    return shapes
+
+
 def _block_cuts(layer: Layer, kept: Kept) -> list[Cut]:
     """The parameters of a block, with the indices that stay; some may keep all."""
     if getattr(layer.attention, "gate", None) is not None:  # some timm models have one
         raise UnsupportedModel(f"{layer.name} has a gate after its heads, which Secateur cannot cut.")
+    if layer.norm_over_heads and len(kept.heads) < layer.heads:
+        raise UnsupportedModel(
+            f"{layer.name} has a norm over all its heads together, so that none of them can be cut out; "
+            "choose --target expert or mlp, or --layout none to zero heads without cutting them."
+        )
     d = layer.head_dim
     heads, kv_heads = ([i * d + c for i in indices for c in range(d)] for indices in (kept.heads, kept.kv_heads))
     if layer.packing == SEPARATE:
@@ -142,8 +181,13 @@ def _block_cuts(layer: Layer, kept: Kept) -> list[Cut]:
         cuts.append((weight_of(module), 1 - input_dim(module), indices))
         if isinstance(module.bias, Tensor):
             cuts.append((module.bias, 0, indices))
-    for module, indices in ((layer.out, heads), (layer.mlp_out, kept.channels)):
+    for module, indices in zip(layer.outs, (heads, kept.channels), strict=False):
         cuts.append((weight_of(module), input_dim(module), indices))
+    if layer.router:
+        gate_up, down = expert_weights(layer.mlp_out)
+        halves = [half * layer.mlp_width + c for half in range(2) for c in kept.channels]
+        cuts += [(weight, 0, kept.experts) for weight in (gate_up, down, weight_of(layer.router))]
+        cuts += [(gate_up, 1, halves), (down, 2, kept.channels)]
     return cuts + [(table, 1, kept.heads) for _, table in bias_tables(layer.attention)]
 
 
@@ -160,7 +204,32 @@ def _layout(family: Family, layers: Sequence[Layer], kept: Sequence[Kept]) -> La
         )
         for layer, block_kept in zip(layers, kept, strict=True)
     )
-    return Layout(family.attention, family.qkv, family.out, family.mlp_in, family.mlp_out, counts)
+    return Layout(family.attention, family.qkv, family.out, family.mlp_in, family.mlp_out, counts, family.experts)
+
+
+def _experts_left(layers: Sequence[Layer], kept: Sequence[Kept]) -> int | None:
+    """How many experts each layer that has some keeps; None if all stay."""
+    pairs = [(layer, block_kept) for layer, block_kept in zip(layers, kept, strict=True) if layer.experts]
+    for layer, block_kept in pairs:
+        layer.check_experts(set(range(layer.experts)) - set(block_kept.experts))
+    if all(len(block_kept.experts) == layer.experts for layer, block_kept in pairs):
+        return None
+    counts = {len(block_kept.experts) for _, block_kept in pairs}
+    if len(counts) > 1:
+        raise SelectionError(
+            f"The layers would keep {', '.join(map(str, sorted(counts)))} experts, but a config has one number for all: remove "
+            "equally many from every layer that has experts."
+        )
+    return counts.pop()
+
+
+def _set_experts(small: Any, n: int) -> None:
+    """Set the number of experts in the config of a cut model and in the modules that store it."""
+    setattr(small.config, EXPERTS_SETTING, n)
+    routed = [module for layer in anatomy(small) if layer.experts for module in (layer.router, layer.mlp_out)]
+    for module in (small, *routed):
+        if hasattr(module, "num_experts"):
+            module.num_experts = n
 
 
 def _auto_classes(model: nn.Module) -> dict[str, str]:
@@ -178,6 +247,7 @@ def _config_words(family: Family) -> dict[str, str]:
         words["head_dim"] = "head_dim"
     if family.mlp_setting != "mlp_ratio":
         words["mlp_width"] = family.mlp_setting
+        words["experts_mlp_width"] = family.experts_mlp_setting
     return words
 
 
@@ -206,15 +276,21 @@ def _uniform_settings(model: Any, family: Family, layers: Sequence[Layer], kept:
         if not heads:
             return "no head would be left"
         settings = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": layers[0].head_dim}
-    if any(len(block_kept.channels) < layer.mlp_width for layer, block_kept in pairs):
-        sizes = [(len(block_kept.channels), layer.width) for layer, block_kept in pairs]
-        by_ratio = family.mlp_setting == "mlp_ratio"
+    for with_experts, setting in ((False, family.mlp_setting), (True, family.experts_mlp_setting)):
+        alike = [(layer, block_kept) for layer, block_kept in pairs if bool(layer.experts) == with_experts]
+        if all(len(block_kept.channels) == layer.mlp_width for layer, block_kept in alike):
+            continue
+        sizes = [(len(block_kept.channels), layer.width) for layer, block_kept in alike]
+        by_ratio = setting == "mlp_ratio"
         widths = {_ratio(channels, width) if by_ratio else channels for channels, width in sizes}
         if len(widths) > 1:
             return "the layers lost different numbers of MLP channels"
-        settings[family.mlp_setting] = widths.pop()
-        if not settings[family.mlp_setting]:
+        settings[setting] = widths.pop()
+        if not settings[setting]:
             return "no MLP channel would be left"
+    experts = _experts_left(layers, kept)
+    if experts is not None:
+        settings[EXPERTS_SETTING] = experts
     return _refusal(model, settings, _cuts(layers, kept)) or settings
 
 
@@ -232,13 +308,9 @@ def _refusal(model: Any, settings: dict[str, Any], cuts: Sequence[Cut]) -> str |
     except Exception as error:  # configs and models raise errors of any type
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"transformers says: {lines[-1].strip().rstrip('.')}"
-    smaller = {id(parameter): (dim, len(indices)) for parameter, dim, indices in cuts}
+    smaller = _shapes_left(cuts)
     for (name, parameter), (_, stock_parameter) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
-        shape = list(parameter.shape)
-        if id(parameter) in smaller:
-            dim, size = smaller[id(parameter)]
-            shape[dim] = size
-        if shape != list(stock_parameter.shape):
+        if smaller.get(id(parameter), list(parameter.shape)) != list(stock_parameter.shape):
             return f"a {config.model_type} config cannot describe what is left ({name})"
     return None
 

@@ -28,11 +28,12 @@ from secateur.model.loading import DTYPES, load, load_shapes, resolve_device
 from secateur.model.losses import Batch, batch_loss, device_of
 from secateur.model.zeroing import zeroed
 from secateur.search.damage import DamageMeter
+from secateur.search.goals import Quota
 from secateur.search.policies import UCB
 from secateur.search.select import Asked, Measured, select
 from secateur.selection import Pull
 from secateur.tasks import IMAGE, TEXT
-from secateur.units import HEAD, MLP, TARGETS, Unit, n_selected
+from secateur.units import EXPERT, HEAD, MLP, TARGETS, Unit, n_selected
 from secateur.watcher import Watcher
 
 T = TypeVar("T")
@@ -223,10 +224,13 @@ def compare_selection(
                 yield losses
 
     ratio = steps / len(units) if steps else 0.10
-    k = n_selected(ratio, len(units))
+    k, goal = n_selected(ratio, len(units)), None
+    if target == EXPERT:  # one of each layer
+        goal = Quota({unit: unit.layer for unit in units}, {unit.layer: 1 for unit in units})
+        k = goal.n_steps([])
     plain_pull(model, batches[:BATCHES_PER_PULL], units[0])
     meter = Sampled(model, batches, batches_per_pull=BATCHES_PER_PULL, batches_per_step=BATCHES_PER_STEP, **options)
-    trace = select(meter, units, policy=UCB(), ratio=ratio, pulls_per_step=PULLS_PER_STEP).trace
+    trace = select(meter, units, policy=UCB(), ratio=ratio, goal=goal, pulls_per_step=PULLS_PER_STEP).trace
     least = FlopTable(model, batches[0]).searched(trace, meter.committed) / len(trace)
     return Row(
         name=name,
@@ -293,7 +297,8 @@ class FlopTable:
 
         hooks = []
         for i, layer in enumerate(anatomy(model)):
-            for name, module in (("block", layer.block), (HEAD, layer.out), (MLP, layer.mlp_out)):
+            mlp = layer.router or layer.mlp_out  # a masked run of a block with experts starts at the router
+            for name, module in (("block", layer.block), (HEAD, layer.out), (MLP, mlp)):
                 hooks.append(module.register_forward_pre_hook(note((name, i))))
         try:
             with torch.inference_mode(), counter:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.model.families import Layer, anatomy, candidate_units, family_of, layer_of
 from secateur.model.loading import load_shapes
-from secateur.units import GROUP_WIDTH, HEAD, MLP, Unit, n_selected
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, n_selected
 
 
 def total_parameters(model: nn.Module) -> int:
@@ -26,6 +26,12 @@ def effective_parameters(layer: Layer, unit: Unit) -> int:
     d, total = layer.width, 0
     for part in layer.ranges(unit):
         width = len(part.channels)
+        if part.side == EXPERT:
+            total += 3 * d * layer.mlp_width + d  # the last is its row of the router
+            continue
+        if part.side == MLP and layer.experts:
+            total += layer.experts * 3 * d * width  # experts have no biases
+            continue
         if part.side == MLP:
             total += 3 * d * width + 2 * width if layer.gated else 2 * d * width + width
             continue
@@ -62,6 +68,7 @@ class LayerInventory:
     mlp_width: int
     units: int
     params: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class Inventory:
         low, high = self.zeroed_percent
         fields = asdict(self)
         layers = fields.pop("layers")
+        if not any(layer["experts"] for layer in layers):
+            layers = [{name: value for name, value in layer.items() if name != "experts"} for layer in layers]
         total, _ = fields.pop("total_params"), fields.pop("zeroed_percent")
         percent = low if low == high else [low, high]
         more = {"unit_ratio": self.unit_ratio, "total_params": total, "zeroed_percent": percent, "layers": list(layers)}
@@ -105,15 +114,17 @@ def inventory(
     >>> inventory("gpt2", target="both").candidates
     """
     model = load_shapes(name, trust_remote_code=trust_remote_code)
-    candidates = candidate_units(model, target, group_width)
+    candidates, blocks = candidate_units(model, target, group_width), anatomy(model)
     k = n_selected(ratio, len(candidates))
+    if target == EXPERT:  # equally many in each block that has some, as cut/costs.py takes them
+        k = sum(max(1, round(ratio * block.experts)) for block in blocks if block.experts)
     low, high = (round(percent, 4) for percent in zeroed_percent_range(model, candidates, k))
     layers = []
-    for i, layer in enumerate(anatomy(model)):
+    for i, layer in enumerate(blocks):
         units = [unit for unit in candidates if unit.layer == i]
         params = sum(effective_parameters(layer, unit) for unit in units)
         counts = (layer.heads, layer.kv_heads, layer.head_dim, layer.mlp_width)
-        layers.append(LayerInventory(i, layer.name, *counts, len(units), params))
+        layers.append(LayerInventory(i, layer.name, *counts, len(units), params, layer.experts))
     return Inventory(
         name, family_of(model), target, ratio, len(candidates), k, total_parameters(model), (low, high), tuple(layers)
     )

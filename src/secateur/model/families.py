@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from secateur.errors import SelectionError, UnsupportedModel
+from secateur.errors import SelectionError, SettingError, UnsupportedModel
 from secateur.model.shrunk import HEAD_DIMS, counting
 from secateur.tasks import TASKS
-from secateur.units import GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units
 
 SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 
@@ -38,6 +38,9 @@ class Family:
     mlp_setting: str = "intermediate_size"  # the config's name for the MLP width; "mlp_ratio" is a multiple of the model width
     heads_setting: str = "num_attention_heads"  # the config's name for the number of heads
     head_dim_setting: bool = False  # the config sets the width of a head independently of the number of heads
+    experts: str = ""  # in blocks that have experts, the module that holds them as three-dimensional parameters
+    router: str = ""  # in the same blocks, the module that gives (logits, scores, experts) for each token
+    experts_mlp_setting: str = "intermediate_size"  # the config's name for the MLP width of an expert
 
 
 _LLAMA = Family(
@@ -50,6 +53,7 @@ _LLAMA = Family(
     mlp_out="mlp.down_proj",
     head_dim_setting=True,
 )
+_MOE = replace(_LLAMA, experts="mlp.experts", router="mlp.gate")
 _VIT = Family(
     task="image",
     blocks="vit.layers",
@@ -132,6 +136,10 @@ FAMILIES: dict[str, Family] = {
     "gemma": _LLAMA,
     "gemma2": _LLAMA,
     "gemma3_text": _LLAMA,
+    "mixtral": _MOE,
+    "qwen2_moe": replace(_MOE, experts_mlp_setting="moe_intermediate_size"),
+    "qwen3_moe": replace(_MOE, experts_mlp_setting="moe_intermediate_size"),
+    "olmoe": _MOE,
     "vit": _VIT,
     "deit": replace(_VIT, blocks="deit.layers"),
     "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio"),
@@ -187,11 +195,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Range:
-    """Channels in the input of an output projection: the attention's if the `side` is HEAD, the MLP's if it is MLP."""
+    """Channels in the input of an output projection: the attention's if the `side` is HEAD, the MLP's if it is MLP.
+
+    In a block with experts the MLP's projection is the module that holds them; EXPERT stands for whole experts of it.
+    """
 
     side: str
     projection: nn.Module
-    channels: range
+    channels: range  # or, for EXPERT, the experts' numbers
 
 
 @dataclass(frozen=True)
@@ -203,8 +214,8 @@ class Layer:
     attention: nn.Module
     qkv: tuple[nn.Module, ...]
     out: nn.Module
-    mlp_in: tuple[nn.Module, ...]
-    mlp_out: nn.Module
+    mlp_in: tuple[nn.Module, ...]  # empty in a block with experts
+    mlp_out: nn.Module  # in a block with experts, the module that holds them
     packing: str
     mlp_packed: bool
     width: int  # d, the model dimension in this block
@@ -213,6 +224,9 @@ class Layer:
     head_dim: int
     mlp_width: int  # D_l
     kv_of: tuple[int, ...]  # the K/V head of each head, in ascending order
+    router: nn.Module | None = None  # in a block with experts
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def grouped_query(self) -> bool:
@@ -220,7 +234,18 @@ class Layer:
 
     @property
     def gated(self) -> bool:
-        return self.mlp_packed or len(self.mlp_in) == 2
+        return self.mlp_packed or len(self.mlp_in) == 2 or self.experts > 0
+
+    @property
+    def outs(self) -> tuple[nn.Module, ...]:
+        """The output projections that are modules of their own; those of experts are not."""
+        return (self.out,) if self.experts else (self.out, self.mlp_out)
+
+    @property
+    def norm_over_heads(self) -> bool:
+        """Whether a norm runs over the queries of all heads together (OLMoE): without a head it would give other values."""
+        weight = getattr(getattr(self.attention, "q_norm", None), "weight", None)
+        return self.heads > 1 and weight is not None and weight.numel() == self.heads * self.head_dim
 
     def ranges(self, unit: Unit) -> tuple[Range, ...]:
         """The unit's channels in the input of each output projection that it enters (Eq. 9 and 10)."""
@@ -230,6 +255,8 @@ class Layer:
         if unit.kind == MLP:
             channels = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
             return (Range(MLP, self.mlp_out, channels),)
+        if unit.kind == EXPERT:
+            return (Range(EXPERT, self.mlp_out, range(unit.index, unit.index + 1)),)
         first, last = unit.index, unit.index + 1
         if unit.kind == KV_GROUP:
             first, last = bisect_left(self.kv_of, unit.index), bisect_right(self.kv_of, unit.index)
@@ -237,10 +264,11 @@ class Layer:
 
     def count(self, unit: Unit) -> int:
         """How many units of the unit's kind and width the block has."""
-        return {HEAD: self.heads, KV_GROUP: self.kv_heads, MLP: -(-self.mlp_width // (unit.width or 1))}[unit.kind]
+        groups = -(-self.mlp_width // (unit.width or 1))
+        return {HEAD: self.heads, KV_GROUP: self.kv_heads, MLP: groups, EXPERT: self.experts}[unit.kind]
 
     def size(self, unit: Unit) -> int:
-        """How many channels the unit has."""
+        """How many channels the unit has; an expert counts as one."""
         return sum(len(part.channels) for part in self.ranges(unit))
 
     def heads_in(self, channels: range) -> range:
@@ -256,10 +284,21 @@ class Layer:
             return range(0)
         return range(self.kv_of[heads[0]], self.kv_of[heads[-1]] + 1)
 
+    def check_experts(self, removed: Collection[int]) -> None:
+        """Refuse to remove so many experts that a token could not have as many as it takes."""
+        if self.experts and self.experts - len(set(removed)) < self.experts_per_token:
+            raise SelectionError(
+                f"{self.name} has {self.experts} experts and each token takes {self.experts_per_token}, so at most "
+                f"{self.experts - self.experts_per_token} can be removed, not {len(set(removed))}."
+            )
+
     def slices(self, unit: Unit) -> Iterator[Slice]:
         """The parameters that belong to this unit alone: those that Eq. 12-14 count, and W_j of Eq. 33-36."""
         for part in self.ranges(unit):
             start, length = part.channels.start, len(part.channels)
+            if self.router and part.side in (MLP, EXPERT):
+                yield from self._experts_slices(part.side, start, length)
+                continue
             if part.side == MLP:
                 for module in self.mlp_in:
                     for half in range(1 + self.mlp_packed):
@@ -276,6 +315,19 @@ class Layer:
                         yield from _outputs(module, kv_heads.start * self.head_dim, len(kv_heads) * self.head_dim)
             projection = part.projection
             yield Slice(projection, weight_of(projection), input_dim(projection), start, length, over_inputs=True)
+
+    def _experts_slices(self, side: str, start: int, length: int) -> Iterator[Slice]:
+        """Whole experts with their rows of the router, or channels of all experts."""
+        assert self.router is not None
+        gate_up, down = expert_weights(self.mlp_out)
+        if side == EXPERT:
+            yield Slice(self.mlp_out, gate_up, 0, start, length)
+            yield Slice(self.mlp_out, down, 0, start, length)
+            yield Slice(self.router, weight_of(self.router), 0, start, length)
+            return
+        for half in range(2):
+            yield Slice(self.mlp_out, gate_up, 1, half * self.mlp_width + start, length)
+        yield Slice(self.mlp_out, down, 2, start, length, over_inputs=True)
 
 
 def family_of(model: nn.Module) -> str:
@@ -368,10 +420,13 @@ def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GRO
     >>> units = candidate_units(model, target="head")
     """
     layers = anatomy(model)
+    if target == EXPERT and not any(layer.experts for layer in layers):
+        raise SettingError(f"The target is {EXPERT!r}, but {type(model).__name__} has no experts: choose another --target.")
     return enumerate_units(
         [layer.heads for layer in layers],
         [layer.mlp_width for layer in layers],
         kv_heads=[layer.kv_heads for layer in layers],
+        experts=[layer.experts for layer in layers],
         target=target,
         group_width=group_width,
     )
@@ -388,8 +443,10 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
     attention: Any = block.get_submodule(family.attention)  # mypy takes every attribute of a module for a tensor
     out = attention.get_submodule(family.out)
     qkv = tuple(attention.get_submodule(path) for path in family.qkv)
-    mlp_in = tuple(block.get_submodule(path) for path in family.mlp_in)
-    mlp_out = block.get_submodule(family.mlp_out)
+    experts = _submodule(block, family.experts)
+    router: Any = _submodule(block, family.router)
+    mlp_in = () if experts else tuple(block.get_submodule(path) for path in family.mlp_in)
+    mlp_out = experts or block.get_submodule(family.mlp_out)
     inner = _in_features(out)  # heads * head_dim; not always the model dimension (Gemma, Qwen3)
     counted = counting(attention)
     head_dim = next((getattr(counted, name) for name in HEAD_DIMS if hasattr(counted, name)), None)
@@ -398,7 +455,7 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
     heads = inner // head_dim
     kv_heads = _out_features(qkv[1]) // head_dim if family.packing == SEPARATE else heads
     kv_of = getattr(counted, "kv_index", None) or [h * kv_heads // heads for h in range(heads)]  # shrunk.py sets kv_index
-    mlp_width = _in_features(mlp_out)
+    mlp_width = int(expert_weights(experts)[1].shape[2]) if experts else _in_features(mlp_out)
     q_features = _out_features(qkv[0]) if family.packing == SEPARATE else _out_features(qkv[0]) // 3
     if q_features != inner or any(_out_features(module) != (1 + family.mlp_packed) * mlp_width for module in mlp_in):
         raise UnsupportedModel(
@@ -424,7 +481,18 @@ def _read_block(family: Family, name: str, block: nn.Module) -> Layer:
         head_dim=head_dim,
         mlp_width=mlp_width,
         kv_of=tuple(kv_of),
+        router=router,
+        experts=len(expert_weights(experts)[0]) if experts else 0,
+        experts_per_token=router.top_k if experts else 0,
     )
+
+
+def _submodule(block: nn.Module, path: str) -> nn.Module | None:
+    """The module of this path; None if the block has none, or the family names none."""
+    try:
+        return block.get_submodule(path) if path else None
+    except AttributeError:
+        return None
 
 
 def _walk(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -443,6 +511,12 @@ def _outputs(module: nn.Module, start: int, length: int) -> Iterator[Slice]:
     yield Slice(module, weight_of(module), 1 - input_dim(module), start, length)
     if isinstance(module.bias, Tensor):
         yield Slice(module, module.bias, 0, start, length)
+
+
+def expert_weights(experts: nn.Module) -> tuple[Tensor, Tensor]:
+    """The projections in, [all gates | all inputs] (experts, 2 * channels, width), and out (experts, width, channels)."""
+    assert isinstance(experts.gate_up_proj, Tensor) and isinstance(experts.down_proj, Tensor)
+    return experts.gate_up_proj, experts.down_proj
 
 
 def weight_of(module: nn.Module) -> Tensor:

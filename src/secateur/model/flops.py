@@ -10,14 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def counter() -> FlopCounterMode:
-    """torch's counter, extended by the CPU's attention, whose FLOPs it does not count."""
+    """torch's counter, extended by the CPU's attention and the products of experts, whose FLOPs it does not count."""
 
     def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **options: Any) -> int:
         rows, heads, length, width = query
         return int(2 * rows * heads * length * key[-2] * (width + value[-1]))
 
+    def grouped(tokens: Any, weights: Any, *args: Any, out_shape: Any = None, **options: Any) -> int:
+        return int(2 * tokens[0] * weights[-2] * weights[-1])  # each row meets the weights of one expert
+
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
+    return FlopCounterMode(display=False, custom_mapping={on_cpu: attention, torch.ops.aten._grouped_mm: grouped})
 
 
 def count(work: Callable[[], Any]) -> int:

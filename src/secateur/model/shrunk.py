@@ -65,15 +65,17 @@ class Layout:
     mlp_in: tuple[str, ...]
     mlp_out: str
     layers: tuple[LayerLayout, ...]
+    experts: str = ""  # the module that holds the experts; a block without it has the MLP's projections
 
     def __post_init__(self) -> None:
-        names = (self.attention, *self.qkv, self.out, *self.mlp_in, self.mlp_out)
+        names = (self.attention, *self.qkv, self.out, *self.mlp_in, self.mlp_out, self.experts)
         if not self.qkv or not self.mlp_in or not all(isinstance(name, str) for name in names):
             raise ValueError("a projection has no name, or one that is not a string")
 
     def to_json(self) -> dict[str, Any]:
         names = {"attention": self.attention, "qkv": list(self.qkv), "out": self.out}
         names |= {"mlp_in": list(self.mlp_in), "mlp_out": self.mlp_out}
+        names |= {"experts": self.experts} if self.experts else {}
         layers = [
             {name: list(value) if name == "kv_index" else value for name, value in asdict(layer).items() if value is not None}
             for layer in self.layers
@@ -110,7 +112,8 @@ def describe(model: Any, layout: Layout, classes: dict[str, str], words: dict[st
     """Write a layout into the config of a model that has its counts, so that the model is saved and loaded with them.
 
     `classes` are the Auto classes that know the model's type, each with the class that it loads. `words` maps "heads",
-    "mlp_width" and, if the config has such a setting, "head_dim" to the config's names for them. Without "mlp_width" (Swin,
+    "mlp_width", "experts_mlp_width" (in a block with experts) and, if the config has such a setting, "head_dim" to the config's
+    names for them. Without "mlp_width" (Swin,
     whose config counts stages) the stock field `per_layer_config` is left out.
     """
     config = getattr(model, "config", None)
@@ -131,11 +134,13 @@ def describe(model: Any, layout: Layout, classes: dict[str, str], words: dict[st
 
 def _stock_settings(model: Any, layout: Layout, layer: LayerLayout, words: dict[str, str]) -> dict[str, Any]:
     """The entry of a layer in transformers' `per_layer_config`."""
-    counts: dict[str, Any] = {words["heads"]: layer.heads, words["mlp_width"]: layer.mlp_width}
+    block = _block(model, layer.block)
+    experts = _experts(block, layout)
+    mlp_width = words["experts_mlp_width" if experts else "mlp_width"]
+    counts: dict[str, Any] = {words["heads"]: layer.heads, mlp_width: layer.mlp_width}
     if hasattr(model.config, "num_key_value_heads"):
         counts["num_key_value_heads"] = layer.kv_heads
-    block = _block(model, layer.block)
-    outs = {"attention": f"{layout.attention}.{layout.out}", "mlp": layout.mlp_out}
+    outs = {"attention": f"{layout.attention}.{layout.out}"} | ({} if experts else {"mlp": layout.mlp_out})
     sizes = {"attention": layer.heads, "mlp": layer.mlp_width}
     # A skipped part computes nothing. An empty part whose output projection has a bias still adds it: there the count is 0.
     skip = [name for name, out in outs.items() if not sizes[name] and block.get_submodule(out).bias is None]
@@ -208,11 +213,14 @@ def fit(model: Any, layout: Layout) -> None:
         for module, size in zip(qkv, sizes, strict=True):
             _resize(module, outputs=size)
         _resize(attention.get_submodule(layout.out), inputs=inner)
-        mlp_out = block.get_submodule(layout.mlp_out)
-        for module in [block.get_submodule(path) for path in layout.mlp_in]:
-            packed = _sizes(module)[1] > _sizes(mlp_out)[0]  # gates and inputs are in one projection (ModernBERT)
-            _resize(module, outputs=(1 + packed) * layer.mlp_width)
-        _resize(mlp_out, inputs=layer.mlp_width)
+        if experts := _experts(block, layout):
+            _resize_experts(experts, layer.mlp_width)
+        else:
+            mlp_out = block.get_submodule(layout.mlp_out)
+            for module in [block.get_submodule(path) for path in layout.mlp_in]:
+                packed = _sizes(module)[1] > _sizes(mlp_out)[0]  # gates and inputs are in one projection (ModernBERT)
+                _resize(module, outputs=(1 + packed) * layer.mlp_width)
+            _resize(mlp_out, inputs=layer.mlp_width)
         for name, table in bias_tables(attention):
             owner = attention.get_submodule(name.rpartition(".")[0])
             owner.relative_position_bias_table = _resized(table, (table.shape[0], layer.heads))
@@ -226,6 +234,24 @@ def _block(model: Any, name: str) -> Any:
         inner = getattr(model, "base_model_prefix", "")
         name = f"{inner}.{name}" if inner and hasattr(model, inner) else rest
     return model.get_submodule(name)
+
+
+def _experts(block: Any, layout: Layout) -> Any:
+    """The module that holds a block's experts; None if it has none."""
+    parent, _, name = layout.experts.rpartition(".")
+    return getattr(block.get_submodule(parent), name, None) if layout.experts else None
+
+
+def _resize_experts(experts: Any, width: int) -> None:
+    """Give all experts another number of inner channels."""
+    n, inner, outer = len(experts.down_proj), experts.down_proj.shape[2], experts.down_proj.shape[1]
+    if width > inner:
+        raise ValueError(f"the layout has experts of {width} channels, but the dense ones have {inner}")
+    experts.gate_up_proj = _resized(experts.gate_up_proj, (n, 2 * width, outer))
+    experts.down_proj = _resized(experts.down_proj, (n, outer, width))
+    experts.intermediate_dim = width
+    if not width and not isinstance(experts, _EmptiedExperts):
+        _put_class_before(experts, _EmptiedExperts)
 
 
 def bias_tables(attention: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -284,6 +310,13 @@ class _Emptied(_Combined):
             token = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
             cache.update(token, token, self.layer_idx)
         return (output, None) if hasattr(self, "config") else output  # timm's modules return one tensor and have no config
+
+
+class _EmptiedExperts(_Combined):
+    """Experts without inner channels: they give 0. The kernel that multiplies by all of them at once takes no empty weights."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        return torch.zeros_like(hidden_states)
 
 
 class _EmptiedConv1D(_Combined):

@@ -205,7 +205,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def default_lanes(model: nn.Module) -> int:
-    """2 on a CPU: two runs side by side are faster than one after the other (docs/performance.md)."""
+    """2 on a CPU: two runs side by side are faster than one after the other (docs/performance.md).
+
+    A model with experts has 1: the last bit of a product of few rows depends on the number of threads, and lanes change that.
+    """
+    if any(layer.experts for layer in anatomy(model)):
+        return 1
     return min(2, torch.get_num_threads()) if device_of(model).type == "cpu" else 1
 
 

@@ -2,7 +2,8 @@
 
 Zeroing a unit in block l changes nothing before the projection that it enters, so its run starts there. The blocks before l
 are skipped, block l gets the kept output of block l-1, and inside block l the attention (for a head), or the attention and the
-first half of the MLP (for a group), return their kept outputs. The model's own forward runs around all this.
+first half of the MLP (for a group), return their kept outputs. The model's own forward runs around all this. In a block with
+experts the MLP runs whole, from the router on: only the attention returns its kept output.
 
 When memory runs short, the values that save the least for their size are dropped first: batches of earlier steps, then values
 inside blocks (they save part of one block), then every second block output (a run starts a block earlier), then whole batches.
@@ -98,7 +99,7 @@ class Prefixes:
                 for layer in layers[:last]:  # nothing reads their outputs, which only need the right shape
                     stack.enter_context(standing_in(layer.block, _hand_on(output)))
                 stack.enter_context(standing_in(layers[last].block, lambda *args, **options: output))
-            if kind and last == at - 1 and all(kind in kept.entering for kept in inside):
+            if kind and last == at - 1 and all(_can_start(layers[at], kept, kind) for kept in inside):
                 _start_inside(stack, layers[at], inside, kind, self._n_given.get((at, kind), 0))
             yield
 
@@ -148,7 +149,7 @@ class Prefixes:
         if self._inside:
             hooks += [module.register_forward_hook(attended, prepend=True) for module in {inner, layer.attention}]
             hooks.append(layer.out.register_forward_hook(projects))
-            for kind, projection in ((HEAD, layer.out), (MLP, layer.mlp_out)):
+            for kind, projection in zip((HEAD, MLP), layer.outs, strict=False):
                 if kind in kinds:
                     hooks.append(projection.register_forward_pre_hook(enters(kind), prepend=True))
         for hook in hooks:
@@ -192,9 +193,14 @@ class Prefixes:
                 blocks[j] = self._worth_keeping(j, kept)
 
 
+def _can_start(layer: Layer, kept: Kept, kind: str) -> bool:
+    """Whether what a run that starts on this side of the block needs is kept."""
+    return kept.attention is not None if kind == MLP and layer.experts else kind in kept.entering
+
+
 def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: str, n_given: int) -> None:
-    """Make a block start at the output projection of this side."""
-    entering = _join([one.entering[kind] for one in kept])
+    """Make a block start at the output projection of this side, or behind the attention if its MLP has experts."""
+    entering = _join([one.entering.get(kind) for one in kept])
     skipped = counting(layer.attention) if kind == HEAD else layer.attention  # in BERT the projection follows the skipped part
 
     def attend(*args: Any, **options: Any) -> Any:
@@ -205,7 +211,7 @@ def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: st
         return (output, *[None] * (n_given - 1)) if n_given else output
 
     stack.enter_context(standing_in(skipped, attend))
-    if kind == HEAD:
+    if kind == HEAD or layer.experts:
         return
     width = (1 + layer.mlp_packed) * layer.mlp_width
     for projection in layer.mlp_in:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from secateur.errors import SettingError, not_one_of
 from secateur.methods import GRADIENTS, METHODS, scoring
-from secateur.model.families import Layer, Slice, anatomy, input_dim, layer_of, task_of, weight_of
+from secateur.model.families import Layer, Slice, anatomy, expert_weights, input_dim, layer_of, task_of, weight_of
 from secateur.model.losses import (
     IGNORED,
     REFERENCE,
@@ -29,7 +30,7 @@ from secateur.model.losses import (
 from secateur.model.moments import DAMPING, Moments, gather
 from secateur.streams import SCORES, stream
 from secateur.tasks import TASKS, TEXT
-from secateur.units import Unit
+from secateur.units import MLP, Unit
 
 
 def unit_scores(
@@ -78,12 +79,10 @@ def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
     def score(slices: list[Slice]) -> float:
         total = 0.0
         for s in slices:
-            if s.parameter.dim() != 2:
+            if s.parameter.dim() == 1:
                 continue  # a bias has no input channel
             weight = s.of(s.parameter.detach()).float().abs()
-            norm = norms[s.module].narrow(0, s.start, s.length) if s.over_inputs else norms[s.module]
-            input_dim = s.dim if s.over_inputs else 1 - s.dim
-            total += _total(weight * (norm if input_dim == 1 else norm[:, None]))
+            total += _total(weight * s.of(norms[id(s.parameter)].expand_as(s.parameter)))
         return total
 
     return _per_unit(model, units, score)
@@ -113,6 +112,8 @@ def obs_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]
     go at a time: a 64th of those left.
     """
     layers = anatomy(model)
+    if any(layer_of(layers, unit).experts and unit.side == MLP for unit in units):
+        raise SettingError("The method obs scores heads and channels, but not those of experts: choose another --method.")
     by_projection: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:
         for part in layer_of(layers, unit).ranges(unit):
@@ -169,16 +170,25 @@ def _removal_errors(columns: Tensor, inverse: Tensor, left: Mapping[Unit, Tensor
     return errors
 
 
-def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[nn.Module, Tensor]:
-    """||X_b||_2 of every input channel of every projection that the units touch, over all positions of all batches."""
-    squares: dict[nn.Module, Tensor] = {}
+def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]) -> dict[int, Tensor]:
+    """||X_b||_2 of every input channel of every projection that the units touch, over all positions of all batches.
+
+    They are given by the weight's id, in a form that can be expanded to its shape. The inputs of an expert are those of the
+    tokens that it gets.
+    """
+    squares: dict[int, Tensor] = {}
     real: Tensor | None = None  # positions of the present batch that are not padding; None: all
 
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0].float().flatten(0, -2)  # (positions, channels)
-        x = x if real is None else x[real.to(x.device)]
-        squares[module] = squares.get(module, 0) + (x * x).sum(0)
+        x, *routed = (arg if real is None else arg[real.to(arg.device)] for arg in (args[0].flatten(0, -2), *args[1:]))
+        if module in experts:
+            sums = _expert_squares(module, x, routed[0])
+        else:
+            sums = [(weight_of(module), _squares(x) if input_dim(module) == 1 else _squares(x)[:, None])]
+        for weight, total in sums:
+            squares[id(weight)] = squares.get(id(weight), 0) + total
 
+    experts = {layer.mlp_out for layer in anatomy(model) if layer.experts}
     modules = {s.module for slices in _slices(model, units).values() for s in slices}
     handles = [module.register_forward_pre_hook(add) for module in modules]
     try:
@@ -189,7 +199,26 @@ def _input_norms(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
     finally:
         for handle in handles:
             handle.remove()
-    return {module: value.sqrt() for module, value in squares.items()}
+    return {key: value.sqrt() for key, value in squares.items()}
+
+
+def _expert_squares(experts: nn.Module, x: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The weights of experts that get (positions, channels) as chosen, each with the sums of squares (experts, 1, inputs)."""
+    gate_up, down = expert_weights(experts)
+    activate: Any = experts.act_fn
+    into, inside = [], []
+    for expert in range(len(gate_up)):
+        given = x[(chosen == expert).any(1)]
+        gate, up = F.linear(given, gate_up[expert]).chunk(2, dim=-1)
+        into.append(_squares(given))
+        inside.append(_squares(activate(gate) * up))
+    return [(gate_up, torch.stack(into)[:, None]), (down, torch.stack(inside)[:, None])]
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares of each channel of (positions, channels)."""
+    x = x.float()
+    return (x * x).sum(0)
 
 
 def _gradients(

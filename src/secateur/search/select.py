@@ -19,7 +19,7 @@ from secateur.search.goals import Count, Goal
 from secateur.search.policies import ArmStats, Belief, Choice, Conversation, Heard, Policy, Request, check_search, reward
 from secateur.selection import Pull, Selection, Step, paired_damages
 from secateur.streams import POLICY, POOLS, stream
-from secateur.units import Unit, n_selected
+from secateur.units import EXPERT, Unit, n_selected
 from secateur.watcher import Progress, Watcher
 
 Asked = tuple[Unit, tuple[int, ...]]  # a pull to make: a unit, and the batches to measure it on
@@ -76,13 +76,13 @@ def select(
 ) -> Selection:
     """Algorithm 1: at each step the policy measures candidates of a pool and chooses one, which is zeroed from then on.
 
-    A step may spend `pulls_per_step` pulls. A `goal` ends the search in place of the ratio. A `prior` is a belief about some
-    units before the first step. The `watcher` is called after each pull and each step.
+    A step may spend `pulls_per_step` pulls. A `goal` ends the search in place of the ratio; experts need one. A `prior` is a
+    belief about some units before the first step. The `watcher` is called after each pull and each step.
 
     >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
     """
     check_search(pulls_per_step=pulls_per_step, temperature=temperature)
-    watcher, goal = watcher or Watcher(), goal or Count(n_selected(ratio, len(units)))
+    watcher, goal = watcher or Watcher(), goal or _count(ratio, units)
     candidates = Candidates(units, goal, screen, stream(seed, POOLS))
     beliefs, policy_rng = Beliefs(prior or {}), stream(seed, POLICY)
     selected: list[Unit] = []
@@ -275,7 +275,7 @@ def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: 
 
     Ties go to the earlier unit, non-finite scores come last.
     """
-    goal = goal or Count(n_selected(ratio, len(scores)))
+    goal = goal or _count(ratio, list(scores))
     per_cost = {unit: score / goal.weight(unit) for unit, score in scores.items()}
     selected: list[Unit] = []
     for unit in by_score(list(scores), per_cost):
@@ -283,6 +283,16 @@ def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: 
             break
         selected += goal.open([unit], selected)
     return Selection(units=tuple(selected), scores=dict(scores))
+
+
+def _count(ratio: float, units: Sequence[Unit]) -> Count:
+    """The goal that a ratio alone sets."""
+    if any(unit.kind == EXPERT for unit in units):
+        raise SettingError(
+            "Every layer must lose the same number of experts, so a search for them needs a goal: "
+            "goal=secateur.cut.costs.uniform_quota(model, units, ratio)."
+        )
+    return Count(n_selected(ratio, len(units)))
 
 
 def by_score(units: Sequence[Unit], scores: Mapping[Unit, float]) -> list[Unit]:
