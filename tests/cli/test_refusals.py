@@ -141,7 +141,7 @@ def empty_folder(world: World, place: Path) -> Path:
         (with_pickled_weights, "safetensors"),
         (with_cut_weights, r"model.*(damaged|cut short)"),
         (lambda world, place: with_config(copied(world, place), model_type="martian"), "martian"),
-        (lambda world, place: with_config(copied(world, place), model_type="bert"), "'bert'"),
+        (lambda world, place: with_config(copied(world, place), model_type="mpnet"), "'mpnet'"),
         (lambda world, place: with_config(copied(world, place), n_layer=5), r"\b24\b"),
         (lambda world, place: with_config(copied(world, place), n_embd=24), r"^(?!.*above report).*(shape|size)"),
         (without_tokenizer, "tokenizer"),
