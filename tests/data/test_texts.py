@@ -882,3 +882,17 @@ def test_data_held_out_in_another_way_cannot_judge(tmp_path: Path, other: dict[s
         check_apart(calibration.source, evaluation.source)
     assert "--holdout" in one_sentence(caught, path)
     check_apart(calibration.source, text_batches(path, TOKENIZER, split="test", **given | {"seq_len": 9}).source)
+
+
+@pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".tsv", "\t")])
+def test_of_a_table_only_the_column_of_texts_is_read(suffix: str, mark: str, tmp_path: Path) -> None:
+    lines = some_lines(40)
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(mark.join(("label", "text")) + "\n" + "".join(f"7{mark}{line}\n" for line in lines))
+    plain = write_lines(tmp_path / "plain.txt", lines)
+    read, expected = (text_batches(str(name), TOKENIZER, seq_len=16, documents="lines") for name in (path, plain))
+    assert torch.equal(joined(read), joined(expected))
+    path.write_text("a" + mark + "b\n1" + mark + "2\n")
+    with pytest.raises(DataError) as caught:
+        text_batches(str(path), TOKENIZER, seq_len=16)
+    assert "text" in one_sentence(caught, path)

@@ -7,6 +7,7 @@ test or val split for evaluation. Its documents, one a line or record, are joine
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ HUB_NAMES = {  # known names -> hub data set, configuration (Table 2)
     "lambada": ("cimec/lambada", "plain_text"),
 }
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".raw", ".tokens", ".jsonl", ".parquet")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}  # files of records with a column "text"
 SAMPLE = 256  # documents that are looked at to find out how they are cut
 
 
@@ -280,7 +282,7 @@ class _Text:
 def _find(name: str, split: str, *, json_lines: bool = False) -> _Text:
     if name and os.path.exists(name):
         files, is_split = split_files(Path(name), split) if os.path.isdir(name) else ([Path(name)], False)
-        unit = "record" if json_lines or files[0].suffix.lower() in (".jsonl", ".parquet") else "line"
+        unit = "record" if json_lines or files[0].suffix.lower() in (".jsonl", ".parquet", *SEPARATORS) else "line"
         return _Text(lambda: (text for file in files for text in _read_texts(file, json_lines)), unit, is_split, files)
     if name != BUILTIN and name not in HUB_NAMES and not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
         raise DataError(
@@ -341,6 +343,12 @@ def _read_texts(path: Path, json_lines: bool) -> Iterator[str]:
     try:
         if suffix == ".parquet":
             yield from _read_parquet(path)
+        elif suffix in SEPARATORS:
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                for number, row in enumerate(csv.DictReader(file, delimiter=SEPARATORS[suffix]), 1):
+                    if not isinstance(row.get("text"), str):
+                        raise DataError(f'Row {number} of {path} has no "text": its first line must name the columns.')
+                    yield row["text"].rstrip("\r\n")
         else:
             with open(path, encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, 1):
@@ -350,6 +358,8 @@ def _read_texts(path: Path, json_lines: bool) -> Iterator[str]:
         raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}.") from error
+    except csv.Error as error:
+        raise DataError(f"Cannot read {path} as a {suffix[1:]} file: {first_line(error)}") from error
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
