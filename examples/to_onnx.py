@@ -2,13 +2,14 @@
 
     python examples/to_onnx.py FOLDER OUT.onnx
 
-FOLDER holds any model that Secateur reads, dense or cut, its layers alike or not. A language model takes `input_ids` and
+FOLDER holds any model that Secateur reads, dense or cut, its layers alike or not. A text model takes `input_ids` and
 `attention_mask` (1 for a token, 0 for padding), batches and texts of any size; an image model takes `pixel_values`, batches
 of any size. Needs `pip install 'secateur[onnx]'`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
@@ -21,14 +22,16 @@ import secateur as sc
 
 
 class TextLogits(nn.Module):
-    """A language model that takes and gives tensors alone."""
+    """A text model that takes and gives tensors alone: its logits, or without a head its last hidden states."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        output: Any = self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options)
+        logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
         return logits
 
 
@@ -79,7 +82,7 @@ def difference(model: nn.Module, path: str | os.PathLike[str]) -> float:
     found = torch.from_numpy(session.run(["logits"], {name: tensor.numpy() for name, tensor in example.items()})[0])
     with torch.no_grad():
         expected: Tensor = module(**example)
-    real = example["attention_mask"].bool() if "attention_mask" in example else ...
+    real = example["attention_mask"].bool() if expected.dim() == 3 else ...  # a row for each token
     return float((found - expected)[real].abs().max() / expected[real].abs().max())
 
 

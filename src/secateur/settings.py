@@ -192,7 +192,10 @@ class Settings(_Checked):
         added=True,
     )
     holdout: float | None = _setting(
-        None, DATA, "Share kept for judging of data without splits, one file or a flat folder; the rest chooses.", added=True
+        None,
+        DATA,
+        "Share kept for judging of data without splits, one file or a flat folder. [default: none, they are refused]",
+        added=True,
     )
     layout: str = _setting(
         FREE,

@@ -322,7 +322,8 @@ def test_only_the_first_rows_of_a_large_batch_are_computed() -> None:
     model = dense("vit")
     units = [Unit(HEAD, 0, 1)]
     small, seen = shrink(model, units), list[int]()
-    small.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    note = lambda module, args, options: seen.append(len(options["pixel_values"]))  # noqa: E731
+    small.register_forward_pre_hook(note, with_kwargs=True)
     one = tiny_batch(model)
     many = {name: torch.cat([tensor, tensor]) for name, tensor in one.items()}
     prove(model, units, small, [one, many])

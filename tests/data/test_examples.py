@@ -18,7 +18,7 @@ from secateur.model.families import task_of
 from secateur.model.loading import load
 from secateur.model.losses import IGNORED, REFERENCE
 from secateur.settings import Settings
-from tiny import FAMILIES_TINY
+from tiny import FAMILIES_TINY, tiny_tokenizer
 from worlds import SEQ_LEN, Encoders, make_encoder_tokenizer, one_sentence
 
 ROWS = [
@@ -191,7 +191,9 @@ def test_a_text_file_gives_a_text_a_line_and_no_labels(tokenizer: Any) -> None:
     assert texts(found, tokenizer) == ["the cat", "a dog sees"] and not has_labels(found)
 
 
-def test_the_text_that_comes_with_secateur_is_taken_by_paragraphs(tokenizer: Any) -> None:
+def test_the_text_that_comes_with_secateur_is_taken_by_paragraphs() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<s>"
     found = examples("builtin", tokenizer, limit=6)
     assert len(found.source.rows) == 6 and all(batch["input_ids"].shape[1] == SEQ_LEN for batch in found)
 
@@ -223,12 +225,12 @@ def test_the_same_seed_masks_the_same_tokens_and_another_seed_others(tokenizer: 
     assert first.source == again.source == other.source  # the same texts, whatever is masked in them
 
 
-@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("documents", ["joined", "lines"])
 def test_a_masked_token_is_the_label_at_its_place_and_no_special_token_is_masked(
-    joined: bool, tokenizer: Any, encoders: Encoders
+    documents: str, tokenizer: Any, encoders: Encoders
 ) -> None:
-    found = masked(str(encoders.text), tokenizer, joined=joined)
-    plain = masked(str(encoders.text), tokenizer, joined=joined, seed=9)  # the same texts, masked elsewhere
+    found = masked(str(encoders.text), tokenizer, documents=documents)
+    plain = masked(str(encoders.text), tokenizer, documents=documents, seed=9)  # the same texts, masked elsewhere
     n = hidden = 0
     for batch, other in zip(found, plain, strict=True):
         ids, labels = batch["input_ids"], batch["labels"]
@@ -255,7 +257,7 @@ def test_joined_texts_fill_whole_windows_with_the_special_tokens_around_them(tok
 
 def test_texts_that_are_not_joined_are_rows_of_their_own(tokenizer: Any) -> None:
     Path("data.txt").write_text("the cat\n\na dog sees a bird\n")
-    (batch,) = masked("data.txt", tokenizer, joined=False)
+    (batch,) = masked("data.txt", tokenizer, documents="lines")
     assert batch["attention_mask"].sum(1).tolist() == [4, 7]
 
 

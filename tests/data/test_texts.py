@@ -674,8 +674,8 @@ def is_joined(batches: Batches) -> bool:
         ((["the cat"] * 60 + [""]) * 3, 8, True),  # 2 blank lines of 183
         ((["the cat"] * 20 + [""]) * 9, 8, False),  # paragraphs
         (["the cat", ""] * 60, 8, False),
-        (["the cat"] * 60, 2, False),  # none has fewer than 2 tokens
-        (["the cat", "the cat the cat"] * 30, 3, False),  # half of them are no shorter than a row
+        (["the cat"] * 60, 2, True),  # all fill a row
+        (["the cat", "the cat the cat"] * 30, 3, False),  # half of them are longer than a row
         (["the cat", "the cat", "the cat the cat"] * 30, 3, True),
         (["the cat the cat the cat"], 8, False),  # a single text says nothing about others
     ],

@@ -492,7 +492,7 @@ def same_text(model: Any, units: list[Unit], small: Any, **options: Any) -> None
     assert expected.shape[1] == 10
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name in CUTTABLE])
 @pytest.mark.parametrize("empty", [False, True], ids=["uneven", "first layer emptied"])
 def test_a_shrunk_model_writes_what_the_zeroed_one_does(name: str, empty: bool) -> None:
     model: Any = FAMILIES_TINY[name]()

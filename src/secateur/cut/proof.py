@@ -167,6 +167,8 @@ def _copy(model: nn.Module, blocks: Sequence[str]) -> Any:
     config = getattr(copied, "config", None)
     if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
         copied.set_attn_implementation("sdpa")  # flash attention has no float64
+    if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+        copied.set_experts_implementation("eager")  # grouped products have none either
     return copied.eval()
 
 

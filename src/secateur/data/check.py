@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.data.batches import Batches
-from secateur.model.losses import IGNORED, Batch, batch_loss, evaluating
+from secateur.model.losses import IGNORED, REFERENCE, Batch, batch_loss, evaluating
 
 NEAR_GUESSING = 0.9  # of the loss of a model that knows nothing
 MOST_UNKNOWN = 0.03
@@ -49,12 +49,14 @@ def _tokens(batch: Batch) -> Tensor:
     ids = batch["input_ids"]
     if "attention_mask" in batch:
         return ids[batch["attention_mask"].bool()]
-    return ids[batch["labels"] != IGNORED] if batch["labels"].shape == ids.shape else ids.flatten()
+    labels = batch.get("labels")
+    return ids[labels != IGNORED] if labels is not None and labels.shape == ids.shape else ids.flatten()
 
 
 def _dense_loss(model: nn.Module, batch: Batch) -> float:
     """The loss of a model that predicts tokens; 0 for any other."""
-    if batch["labels"].shape != batch["input_ids"].shape:
+    labels = batch.get("labels")
+    if labels is None or labels.shape != batch["input_ids"].shape or REFERENCE in batch:
         return 0.0
     with torch.inference_mode(), evaluating(model):
         return float(batch_loss(model, batch))

@@ -144,7 +144,7 @@ def _how_cut(name: str, split: str, text: _Text, tokenizer: Any, documents: str 
             break
     if len(sample) < 2 or n_blank >= 0.02 * n_lines:
         return JOINED, ""
-    n_short = sum(len(ids) < seq_len for ids in tokenizer(sample, verbose=False)["input_ids"])
+    n_short = sum(len(ids) <= seq_len for ids in tokenizer(sample, verbose=False)["input_ids"])
     if n_short <= len(sample) / 2:
         return JOINED, ""
     return LINES, (

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 INDEXED = "kv_indexed_"  # prefix of an attention implementation that first gives each head its K/V head
 CODE = "modeling_shrunk"  # the name of this file's copy beside the weights
 # The name of an empty tensor among the weights. A loader without this code lists it with the shapes that do not fit.
-HINT = "PASS trust_remote_code=True TO from_pretrained: the layers of this model differ"
+HINT = "PASS trust_remote_code=True TO from_pretrained"
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")  # the names that attention modules have for the width of a head
 
 LARGEST = 2**24  # counts in a layout must be smaller
@@ -161,7 +161,7 @@ class Shrunk:
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
         state = options.pop("state_dict", None)
-        options["state_dict"] = {**(self.state_dict() if state is None else state), HINT: torch.zeros(0)}
+        options["state_dict"] = {**(self.state_dict() if state is None else state), HINT: torch.zeros(0, dtype=self.dtype)}
         result = super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
         code_file = os.path.join(save_directory, f"{CODE}.py")
         if not (os.path.exists(code_file) and os.path.samefile(__file__, code_file)):
