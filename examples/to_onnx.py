@@ -36,7 +36,7 @@ class TextLogits(nn.Module):
 
 
 class ImageLogits(nn.Module):
-    """An image model that takes and gives tensors alone."""
+    """An image model that takes and gives tensors alone: its logits, or without a head its embeddings."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,9 @@ class ImageLogits(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         output: Any = self.model(pixel_values)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits  # timm's models give a tensor
+        if isinstance(output, Tensor):
+            return output  # timm's models
+        logits: Tensor = output.logits if hasattr(output, "logits") else output.pooler_output
         return logits
 
 

@@ -21,6 +21,7 @@ from secateur.cut.checkpoint import CARD
 from secateur.cut.record import RECORD, read_record
 from secateur.cut.surgery import shrink
 from secateur.files import jsonio
+from secateur.model.shrunk import HINT
 from secateur.selection import Reached
 from secateur.settings import Provenance
 from secateur.steps import compare, evaluate_on, select_to, shrink_to
@@ -178,6 +179,7 @@ def test_a_bfloat16_checkpoint_cut_in_float32_is_written_in_bfloat16_with_its_ow
     out = tmp_path / "small"
     record = sc.cut(dense, selected(), out, calibration=calibration, evaluation=evaluation, cutting=NO_MEASURE)
     found = load_file(out / "model.safetensors")
+    assert not found.pop(HINT).numel()
     expected = shrink(source, UNITS).state_dict()
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())

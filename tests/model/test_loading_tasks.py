@@ -18,7 +18,7 @@ from secateur.errors import ModelError, UnsupportedModel
 from secateur.model.families import anatomy, task_of
 from secateur.model.loading import load, load_model, load_shapes, sentence_modules, sentence_pooling
 from secateur.model.losses import embeddings
-from secateur.model.shrunk import layout_of
+from secateur.model.shrunk import HINT, layout_of
 from secateur.units import HEAD, MLP, Unit
 from tiny import FAMILIES_TINY, GROUP, IMAGE, logits_of, randomised, tf, tiny_batch
 from worlds import Encoders, World, make_encoder_tokenizer, one_sentence, save_sentence_encoder, with_config
@@ -228,7 +228,7 @@ def test_a_sentence_encoders_files_come_along_and_its_transformer_lies_in_the_fo
     assert Path("small/2_Normalize").is_dir()
     twice, _ = load("small", device="cpu")
     assert twice.pooling == "cls" and equal(twice, small)
-    assert set(load_file("small/model.safetensors")) == set(small.state_dict())
+    assert set(load_file("small/model.safetensors")) == {*small.state_dict(), HINT}
 
 
 @pytest.mark.parametrize("path", ["../outside", "1_Pooling/../../outside", "/etc"])
