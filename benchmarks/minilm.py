@@ -46,10 +46,10 @@ def main() -> None:
             layout="uniform",
             ratio=ratio,
             calibration=str(sentences),
-            calibration_size=4096,
-            score_batches=96,
+            calibration_size=2048,
+            score_batches=64,
             batch_size=32,
-            evaluation_size=2048,
+            evaluation_size=1024,
             repair="least squares",
             out=arguments.out / f"mlp-{ratio}",
         )

@@ -36,6 +36,11 @@ from worlds import Encoders, Ran, Run, World, make_encoders, make_world  # noqa:
 tf: Any = transformers  # its classes are not typed
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, so that at the end no worker waits for another."""
+    items.sort(key=lambda item: item.path.name != "test_real.py")
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Read only: no test writes into it."""
