@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -32,21 +33,28 @@ def zeroed(model: nn.Module, units: Iterable[Unit]) -> AbstractContextManager[No
 def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) -> Iterator[None]:
     """The same for batches that consist of equal parts, one after another: each part has its own units zeroed."""
     zeroed_ranges: dict[nn.Module, list[tuple[int, range]]] = defaultdict(list)  # by projection: part and channels
-    without: dict[tuple[int, type[_Without]], list[set[int]]] = {}  # in blocks with experts: what each part is without
+    without: dict[
+        tuple[int, bool], list[set[int]]
+    ] = {}  # in blocks with experts: the experts, or channels, each part is without
     for part, units in enumerate(parts):
         for unit in units:
             layer = layer_of(layers, unit)
             for unit_range in layer.ranges(unit):
                 if layer.experts and unit_range.projection is layer.mlp_out:
-                    kind: type[_Without] = _RouterWithout if unit_range.side == EXPERT else _ExpertsWithout
-                    removed = without.setdefault((unit.layer, kind), [set() for _ in parts])
+                    removed = without.setdefault((unit.layer, unit_range.side == EXPERT), [set() for _ in parts])
                     removed[part].update(unit_range.channels)
                 else:
                     zeroed_ranges[unit_range.projection].append((part, unit_range.channels))
     with ExitStack() as stack:
-        for (i, kind), removed in without.items():
-            forward = kind(layers[i], removed)
-            stack.enter_context(standing_in(forward.module, forward))
+        for (i, experts), removed in without.items():
+            layer = layers[i]
+            module = layer.router if experts else layer.mlp_out
+            assert module is not None
+            forward = _Without(module, partial(_route if experts else _run_experts, layer), removed)
+            if experts:
+                for gone in forward.parts:
+                    layer.check_experts(gone)
+            stack.enter_context(standing_in(module, forward))
         for projection, ranges in zeroed_ranges.items():
             hook = projection.register_forward_pre_hook(_zeroing_hook(len(parts), ranges))
             stack.callback(hook.remove)
@@ -74,28 +82,21 @@ def _zeroing_hook(n_parts: int, ranges: list[tuple[int, range]]) -> Callable[[nn
 
 
 class _Without:
-    """A forward for a module of a block with experts: each part of the tokens is run without its own experts or channels.
+    """A forward for a module of a block with experts: each part of the tokens is `run` without its own experts or channels.
 
     It stands in for the module's own forward, and for one of the same kind that stands there already: then both hold.
     """
 
-    def __init__(self, layer: Layer, parts: Sequence[Iterable[int]]) -> None:
-        self.layer = layer
+    def __init__(self, module: nn.Module, run: Callable[..., Any], parts: Sequence[Iterable[int]]) -> None:
+        self.run = run  # takes what is removed and the module's arguments
         self.parts = [frozenset(part) for part in parts]
-        outer = self.module.__dict__.get("forward")
+        outer = module.__dict__.get("forward")
         if isinstance(outer, _Without):
             n = math.lcm(len(self.parts), len(outer.parts))
             both = [[x[i * len(x) // n] for x in (self.parts, outer.parts)] for i in range(n)]
             self.parts = [one | other for one, other in both]
             outer = outer.own
-        self.own: Callable[..., Any] = outer or type(self.module).forward.__get__(self.module)
-
-    @property
-    def module(self) -> nn.Module:
-        raise NotImplementedError
-
-    def run(self, removed: frozenset[int], *args: Tensor) -> Any:
-        raise NotImplementedError
+        self.own: Callable[..., Any] = outer or type(module).forward.__get__(module)
 
     def __call__(self, *args: Tensor) -> Any:
         n_tokens = len(args[0]) // len(self.parts)  # the tokens of a part are consecutive
@@ -110,52 +111,34 @@ class _Without:
         return tuple(map(torch.cat, zip(*outputs, strict=True))) if isinstance(outputs[0], tuple) else torch.cat(outputs)
 
 
-class _RouterWithout(_Without):
-    """Routing without some experts: the router runs with the rows of the others, and so chooses among them, as after a cut."""
-
-    def __init__(self, layer: Layer, parts: Sequence[Iterable[int]]) -> None:
-        super().__init__(layer, parts)
-        for removed in self.parts:
-            layer.check_experts(removed)
-
-    @property
-    def module(self) -> nn.Module:
-        assert self.layer.router is not None
-        return self.layer.router
-
-    def run(self, removed: frozenset[int], *args: Tensor) -> Any:
-        weight: Any = self.module.weight
-        kept = torch.tensor([i for i in range(self.layer.experts) if i not in removed], device=weight.device)
-        logits, scores, chosen = _variant(self.module, weight=weight.index_select(0, kept)).forward(*args)
-        all_logits = logits.new_full((len(logits), self.layer.experts), -math.inf)  # in the form of the dense model's
-        return all_logits.index_copy(1, kept, logits), scores, kept[chosen]
+def _route(layer: Layer, removed: frozenset[int], *args: Tensor) -> Any:
+    """Route without some experts: the router runs with the rows of the others, and so chooses among them, as after a cut."""
+    router: Any = layer.router
+    kept = torch.tensor([i for i in range(layer.experts) if i not in removed], device=router.weight.device)
+    logits, scores, chosen = _variant(router, weight=router.weight.index_select(0, kept)).forward(*args)
+    all_logits = logits.new_full((len(logits), layer.experts), -math.inf)  # in the form of the dense model's
+    return all_logits.index_copy(1, kept, logits), scores, kept[chosen]
 
 
-class _ExpertsWithout(_Without):
-    """All experts without some of their inner channels, which are filled with zeros behind the activation of their gates."""
+def _run_experts(layer: Layer, removed: frozenset[int], *args: Tensor) -> Any:
+    """Run all experts without some of their inner channels, which are zeroed behind the activation of their gates."""
+    activate: Any = layer.mlp_out.act_fn
+    mask = torch.zeros(layer.mlp_width, dtype=torch.bool)
+    mask[list(removed)] = True
+    mask, ran = mask.to(args[0].device), False
 
-    @property
-    def module(self) -> nn.Module:
-        return self.layer.mlp_out
+    def activate_others(x: Tensor) -> Tensor:
+        nonlocal ran
+        ran = True
+        return activate(x).masked_fill(mask, 0)  # type: ignore[no-any-return]
 
-    def run(self, removed: frozenset[int], *args: Tensor) -> Any:
-        activate: Any = self.module.act_fn
-        mask = torch.zeros(self.layer.mlp_width, dtype=torch.bool)
-        mask[list(removed)] = True
-        mask, ran = mask.to(args[0].device), False
-
-        def activate_others(x: Tensor) -> Tensor:
-            nonlocal ran
-            ran = True
-            return activate(x).masked_fill(mask, 0)  # type: ignore[no-any-return]
-
-        output = _variant(self.module, act_fn=activate_others).forward(*args)
-        if not ran:
-            raise UnsupportedModel(
-                f"The experts of {self.layer.name} run in one fused kernel, inside of which Secateur cannot zero channels: "
-                'call model.set_experts_implementation("grouped_mm") first.'
-            )
-        return output
+    output = _variant(layer.mlp_out, act_fn=activate_others).forward(*args)
+    if not ran:
+        raise UnsupportedModel(
+            f"The experts of {layer.name} run in one fused kernel, inside of which Secateur cannot zero channels: "
+            'call model.set_experts_implementation("grouped_mm") first.'
+        )
+    return output
 
 
 def _variant(module: nn.Module, **attributes: Any) -> Any:
