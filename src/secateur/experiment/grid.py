@@ -21,7 +21,7 @@ from secateur.experiment.work import failed_record
 from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, Where, perform_all
 from secateur.files import jsonio
 from secateur.methods import METHODS, method as method_row
-from secateur.settings import NONE, Judging, Settings, check_holdout, check_type, keywords, ratio_and_goal
+from secateur.settings import DISTANCE, LABELS, NONE, Judging, Settings, check_holdout, check_type, keywords, ratio_and_goal
 from secateur.watcher import GridProgress
 
 # The tables that a grid can make, by task: the paper's by number, and our ablations.
@@ -241,6 +241,10 @@ def _cell(
             run_seed = None if not seeded and task == "text" else seed
             choice = Settings(model, target, ratio, method, choice_seed, layout=NONE, **options).for_task(task)
             choice.check()
+            if choice.loss not in (None, LABELS, DISTANCE):
+                raise SettingError(
+                    f"The loss of a grid is {choice.loss!r}, but must be {LABELS} or {DISTANCE}: labels judge all runs."
+                )
             check_holdout(choice, data)
             runs[method][run_seed] = Run(label, name, task, choice.without_unused(), judging, run_seed, varied)
     bases = {(task == "image" and run.seed, run.base_key) for of_method in runs.values() for run in of_method.values()}

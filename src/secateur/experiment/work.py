@@ -92,7 +92,8 @@ class Workplace:
 
     def _key(self, name: str, settings: Settings, split: str, size: int, most: int) -> tuple[Any, ...]:
         seed = settings.seed if task_of(self.opened.model) == "image" else None
-        return name, split, size, most, settings.seq_len, settings.batch_size, settings.documents, settings.holdout, seed
+        cut = (settings.seq_len, settings.batch_size, settings.documents, settings.holdout, settings.loss)
+        return name, split, size, most, *cut, seed
 
     def dense(self, run: TaskRun, batches: Batches) -> Evaluation:
         """The dense model's evaluation: from an earlier record or task, or measured now."""
