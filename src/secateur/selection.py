@@ -56,18 +56,29 @@ class Pull:
     damage: float
     reward: float
     forwards: int  # model passes that it took
+    base_distances: tuple[float, ...] = ()  # from the dense model, where they are measured beside the losses by labels
+    masked_distances: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.batches) == len(self.base_losses) == len(self.masked_losses):
             raise ValueError("a pull has a base and a masked loss for each of its batches")
+        if len(self.base_distances) != len(self.masked_distances) or len(self.base_distances) not in (0, len(self.batches)):
+            raise ValueError("a pull has a base and a masked distance for each of its batches, or none")
 
     @property
     def damages(self) -> tuple[float, ...]:
         """The paired damage on each batch."""
         return paired_damages(self.base_losses, self.masked_losses)
 
+    @property
+    def distances(self) -> tuple[float, ...]:
+        """How much further from the dense model the unit's removal takes the outputs on each batch; empty if not measured."""
+        return paired_damages(self.base_distances, self.masked_distances)
+
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}
+        measured = bool(self.base_distances)
+        return {name: value for name, value in fields.items() if measured or not name.endswith("_distances")}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing,
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
-LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
+LABELS, DISTANCE, BOTH = "labels", "distance", "both"  # losses; any other is a function of the user's own
 JOINED, LINES, JSONL = "joined", "lines", "jsonl"
 DOCUMENTS = (JOINED, LINES, JSONL)
 REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
@@ -179,7 +179,8 @@ class Settings(_Checked):
         None,
         DATA,
         "What is measured: labels (what the data say is right), distance (from the dense model's own outputs, without labels), "
-        "or a function of your own, module:function or file.py:function. [default: labels if there are any]",
+        "both (labels, steadied by the distance), or a function of your own, module:function or file.py:function. "
+        "[default: labels if there are any]",
         added=True,
     )
     documents: str | None = _setting(
@@ -265,10 +266,10 @@ class Settings(_Checked):
         check_search(pulls_per_step=self.pulls_per_step, temperature=self.temperature)
         UCB(self.ucb_c)
         stream(self.seed, POOLS)
-        if self.loss and self.loss not in (LABELS, DISTANCE) and not re.fullmatch(r".+:[A-Za-z_]\w*", self.loss):
+        if self.loss and self.loss not in (LABELS, DISTANCE, BOTH) and not re.fullmatch(r".+:[A-Za-z_]\w*", self.loss):
             raise SettingError(
-                f"The loss is {self.loss!r}, but must be {LABELS}, {DISTANCE}, or a function written module:function or "
-                "file.py:function."
+                f"The loss is {self.loss!r}, but must be {LABELS}, {DISTANCE}, {BOTH}, or a function written "
+                "module:function or file.py:function."
             )
         if self.holdout is not None and not 0 < self.holdout <= 0.5:
             raise SettingError(f"The holdout is {self.holdout}, but must lie between 0 and 0.5: 0.1 keeps a tenth for judging.")

@@ -402,7 +402,7 @@ def test_a_family_added_at_run_time_is_measured_with_a_loss_of_ones_own(monkeypa
         return wrong**2
 
     unit = Unit(MLP, 1, 0, GROUP)
-    base, masked, _ = next(DamageMeter(model, iter(batches), loss=squared).measure([(unit, (0, 1))]))
+    base, masked, *_ = next(DamageMeter(model, iter(batches), loss=squared).measure([(unit, (0, 1))]))
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
         other.blocks[1].down.weight[:, :GROUP] = 0

@@ -21,7 +21,18 @@ from secateur.experiment.work import failed_record
 from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, Where, perform_all
 from secateur.files import jsonio
 from secateur.methods import METHODS, method as method_row
-from secateur.settings import DISTANCE, LABELS, NONE, Judging, Settings, check_holdout, check_type, keywords, ratio_and_goal
+from secateur.settings import (
+    BOTH,
+    DISTANCE,
+    LABELS,
+    NONE,
+    Judging,
+    Settings,
+    check_holdout,
+    check_type,
+    keywords,
+    ratio_and_goal,
+)
 from secateur.watcher import GridProgress
 
 # The tables that a grid can make, by task: the paper's by number, and our ablations.
@@ -241,9 +252,9 @@ def _cell(
             run_seed = None if not seeded and task == "text" else seed
             choice = Settings(model, target, ratio, method, choice_seed, layout=NONE, **options).for_task(task)
             choice.check()
-            if choice.loss not in (None, LABELS, DISTANCE):
+            if choice.loss not in (None, LABELS, DISTANCE, BOTH):
                 raise SettingError(
-                    f"The loss of a grid is {choice.loss!r}, but must be {LABELS} or {DISTANCE}: labels judge all runs."
+                    f"The loss of a grid is {choice.loss!r}, but must be {LABELS}, {DISTANCE} or {BOTH}: labels judge all runs."
                 )
             check_holdout(choice, data)
             runs[method][run_seed] = Run(label, name, task, choice.without_unused(), judging, run_seed, varied)

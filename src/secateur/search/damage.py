@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.model.families import anatomy
-from secateur.model.losses import Batch, Loss, batch_loss, device_of, part_losses
+from secateur.model.losses import BESIDE, Batch, Loss, device_of, part_losses, part_losses_and_distances
 from secateur.model.zeroing import zeroed_in_parts
 from secateur.search.lanes import Lane, Lanes
 from secateur.search.prefixes import Prefixes
@@ -26,6 +27,13 @@ from secateur.search.select import Asked, Measured
 from secateur.selection import Pull, paired_damages
 from secateur.streams import BATCHES, stream
 from secateur.units import HEAD, MLP, Unit
+
+
+class Losses(NamedTuple):
+    """What one run on one batch gave."""
+
+    loss: float
+    distance: float | None = None  # from the dense model, where it is measured beside the loss by labels
 
 
 class DamageMeter:
@@ -81,8 +89,8 @@ class DamageMeter:
         self._rng = stream(seed, BATCHES)
         self._prefixes = Prefixes(len(anatomy(model)), self.cache_memory)
         self._kinds: set[str] = set()  # sides of the units measured so far
-        self._base_losses: dict[int, float] = {}  # this and the next two hold for the present step
-        self._masked_losses: dict[tuple[Unit, int], float] = {}
+        self._base_losses: dict[int, Losses] = {}  # this and the next two hold for the present step
+        self._masked_losses: dict[tuple[Unit, int], Losses] = {}
         self._counted: set[Any] = set()  # the losses that a pull has asked for: some are measured before that
         self._expected: list[tuple[Unit, int]] = []
         self._draw_step()
@@ -112,16 +120,20 @@ class DamageMeter:
 
     def damage(self, unit: Unit) -> float:
         """The paired damage of a unit on freshly drawn batches (Eq. 18)."""
-        base, masked, _ = next(self.measure([(unit, self.draw())]))
-        return sum(paired_damages(base, masked)) / len(base)
+        measured = next(self.measure([(unit, self.draw())]))
+        return sum(paired_damages(measured.base_losses, measured.masked_losses)) / len(measured.base_losses)
 
     def recall(self, pull: Pull) -> None:
         """Take over losses from a journal, as if they had been measured here."""
         pairs = [(pull.unit, i) for i in pull.batches]
         self.pulls += 1
         self._counted.update([*pull.batches, *pairs])
-        self._base_losses.update(zip(pull.batches, pull.base_losses, strict=True))
-        self._masked_losses.update(zip(pairs, pull.masked_losses, strict=True))
+        base, masked = (
+            [Losses(*both) for both in zip_longest(losses, distances)]
+            for losses, distances in ((pull.base_losses, pull.base_distances), (pull.masked_losses, pull.masked_distances))
+        )
+        self._base_losses.update(zip(pull.batches, base, strict=True))
+        self._masked_losses.update(zip(pairs, masked, strict=True))
 
     def commit(self, unit: Unit) -> None:
         """Zero the unit from now on. This alone invalidates the cache."""
@@ -139,8 +151,10 @@ class DamageMeter:
         self._count([*batches, *pairs])
         self._kinds.add(unit.side)
         self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses], batches)
-        base = tuple(self._base_losses[i] for i in batches)
-        return Measured(base, tuple(self._masked_losses[pair] for pair in pairs), self.forwards - before)
+        base, masked = [self._base_losses[i] for i in batches], [self._masked_losses[pair] for pair in pairs]
+        losses = [tuple(both.loss for both in of) for of in (base, masked)]
+        distances = [tuple(both.distance for both in of if both.distance is not None) for of in (base, masked)]
+        return Measured(*losses, self.forwards - before, *distances)
 
     def _count(self, runs: Iterable[Any]) -> None:
         """Count the runs that no earlier pull of this step asked for."""
@@ -165,15 +179,16 @@ class DamageMeter:
         for run, losses in zip(runs, self._lanes.map(self._run_losses, runs, self.committed), strict=True):
             self._masked_losses.update(zip(run, losses, strict=True))
 
-    def _base_loss(self, lane: Lane, i: int) -> float:
+    def _base_loss(self, lane: Lane, i: int) -> Losses:
         with self._prefixes.recorded(lane.layers, i, self._kinds):
-            loss = float(batch_loss(lane.model, self.batches[i], self.loss))
+            losses = self._losses(lane.model, self.batches[i], 1)[0]
+        loss = losses.loss
         if not self.committed and not math.isfinite(loss):
             raise ModelError(
                 f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
                 "Try --dtype float32, or look at the data."
             )
-        return loss
+        return losses
 
     def _runs(self, pairs: Iterable[tuple[Unit, int]]) -> Iterator[list[tuple[Unit, int]]]:
         """Group pairs into runs: batches of one shape, units in neighbouring blocks."""
@@ -184,15 +199,21 @@ class DamageMeter:
             for start in range(0, len(together), self.stack):
                 yield together[start : start + self.stack]
 
-    def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[float]:
-        """The masked loss of each pair of one run."""
+    def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[Losses]:
+        """The masked losses of each pair of one run."""
         first = run[0][0].layer
         kind = HEAD if any(unit.side == HEAD for unit, _ in run if unit.layer == first) else MLP
         batches = [self.batches[i] for _, i in run]
         joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
         masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])
         with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
-            return [float(loss) for loss in part_losses(lane.model, joined, len(run), self.loss).tolist()]
+            return self._losses(lane.model, joined, len(run))
+
+    def _losses(self, model: nn.Module, batch: Batch, parts: int) -> list[Losses]:
+        if BESIDE not in batch:
+            return [Losses(float(loss)) for loss in part_losses(model, batch, parts, self.loss).tolist()]
+        both = part_losses_and_distances(model, batch, parts)
+        return [Losses(float(loss), float(distance)) for loss, distance in zip(*(of.tolist() for of in both), strict=True)]
 
 
 def free_memory(device: torch.device) -> int:

@@ -26,11 +26,13 @@ Asked = tuple[Unit, tuple[int, ...]]  # a pull to make: a unit, and the batches 
 
 
 class Measured(NamedTuple):
-    """The losses of one pull, batch by batch, and the model passes it took."""
+    """The losses of one pull, batch by batch, the model passes it took, and distances where they are measured beside."""
 
     base_losses: tuple[float, ...]
     masked_losses: tuple[float, ...]
     forwards: int
+    base_distances: tuple[float, ...] = ()
+    masked_distances: tuple[float, ...] = ()
 
 
 class Meter(Protocol):
