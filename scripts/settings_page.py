@@ -67,7 +67,7 @@ def _default(value: Any) -> str:
 
 
 def _how(row: Method) -> str:
-    return "measuring" if row.policy else f"a score of {row.needs}"
+    return "measuring" if row.policy else f"a score of {row.needs}" if row.score else f"a set, by {row.needs}"
 
 
 def _seeds(row: Method) -> str:

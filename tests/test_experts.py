@@ -24,7 +24,7 @@ from secateur.cut.repair import repair
 from secateur.cut.surgery import parameters_left, shrink
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
 from secateur.measure.bench import FlopTable, compare_pulls, compare_selection
-from secateur.methods import scoring
+from secateur.methods import METHODS, scoring
 from secateur.model import flops
 from secateur.model.accounting import effective_parameters, total_parameters, zeroed_percent
 from secateur.model.families import anatomy, candidate_units
@@ -319,7 +319,7 @@ def test_a_run_for_an_expert_skips_the_blocks_before_and_the_attention_of_its_ow
 def test_all_scores_of_experts_are_finite_and_magnitude_is_that_of_their_parameters(name: str) -> None:
     model: Any = FAMILIES_TINY[name]()
     units = candidate_units(model, "expert")
-    for method in (name for name in scoring() if name != "obs"):  # which refuses experts
+    for method in (name for name in scoring() if METHODS[name].experts):  # the others refuse them
         scores = unit_scores(method, model, units, batches=tiny_batches(model, 2))
         assert list(scores) == units and all(math.isfinite(score) for score in scores.values())
         assert len({round(score, 9) for score in scores.values()}) == len(units)

@@ -17,7 +17,20 @@ from secateur.experiment.figures import draw
 from secateur.experiment.grid import read_grid, run_grid
 from secateur.experiment.store import read_tables
 from secateur.experiment.tables import render
-from secateur.methods import ACTIVATIONS, BANDIT, METHODS, RIVAL, Look, Method, bandits, label, method, scoring, searching
+from secateur.methods import (
+    ACTIVATIONS,
+    BANDIT,
+    METHODS,
+    RIVAL,
+    Look,
+    Method,
+    bandits,
+    choosing_sets,
+    label,
+    method,
+    scoring,
+    searching,
+)
 from secateur.search.policies import Greedy
 from secateur.units import Unit
 from worlds import SEQ_LEN, Run, World
@@ -130,10 +143,17 @@ def test_the_lists_of_methods_come_from_the_table() -> None:
     assert label("last") == "Last first" and label("gone") == "gone"
 
 
-def test_a_method_either_measures_or_scores() -> None:
+def test_a_method_either_measures_or_scores_or_chooses_a_set() -> None:
     for name, row in METHODS.items():
-        assert (row.policy is None) == bool(row.score), name
-        assert not row.score or callable(row.scorer())
+        assert [row.policy is not None, bool(row.score), bool(row.search)].count(True) == 1, name
+        assert row.policy or callable(row.scorer())
+    assert sorted([*searching(), *scoring(), *choosing_sets()]) == sorted(METHODS)
+
+
+def test_what_another_tool_chooses_by_is_called_our_implementation() -> None:
+    named = {name for name, row in METHODS.items() if row.help.startswith("our implementation of ")}
+    assert named == {"obs", "flap", "llmpruner", "bonsai", "kwon", "evopress"}
+    assert {METHODS[name].role for name in named} == {RIVAL}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from secateur.cut.checkpoint import check_cut, check_cut_place
 from secateur.cut.costs import goal_of
 from secateur.data.batches import Batches, check_apart
 from secateur.measure.evaluate import evaluate
-from secateur.methods import METHODS
+from secateur.methods import GRADIENTS, METHODS
 from secateur.model.families import candidate_units, family_of, task_of
 from secateur.model.loading import Opened
 from secateur.model.losses import device_of
@@ -205,7 +205,10 @@ def _choosing(
 ) -> tuple[float, _Runs, int | None]:
     """The seconds of the choice, the runs that are made for it, and the candidates of its first pool."""
     settings, screen, scoring = job.settings, None, 0.0
-    score = settings.method if settings.row.score else settings.screen_by if settings.screening else ""
+    score = settings.scored_by
+    if settings.row.search:
+        a_pass = _batch_seconds(opened, calibration) * (3 if settings.row.needs == GRADIENTS else 1)
+        return a_pass * settings.score_passes(len(calibration)), _Runs(), None
     if score:
         started = time.perf_counter()
         scores = unit_scores(score, opened.model, units, batches=calibration[:1], seed=settings.seed)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from secateur.settings import Settings
 
 BANDIT, BASELINE, RIVAL = "bandit", "baseline", "rival"  # bandits are compared with all the others
-WEIGHTS, ACTIVATIONS, GRADIENTS = "weights", "activations", "gradients"
+WEIGHTS, ACTIVATIONS, GRADIENTS, OUTPUTS = "weights", "activations", "gradients", "outputs"
+MASKS_PER_BATCH = 32  # of bonsai: how many random masks each batch is measured under
+GENERATIONS, OFFSPRING, SURVIVORS = 32, 16, 4  # of evopress: the offspring meet one batch, the survivors a quarter of them
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Look:
 
 @dataclass(frozen=True)
 class Method:
-    """A row. Either `policy` makes the policy that measures candidates, or `score` names the function that scores them."""
+    """A row. It has one of three: `policy` makes the policy that measures candidates one by one, `score` names the function
+    that scores them, or `search` names the function that chooses a set of them."""
 
     label: str  # in tables and figures
     help: str  # what it does, in a line
@@ -40,7 +43,10 @@ class Method:
     look: Look
     policy: Callable[[Settings], Policy] | None = None
     score: str = ""  # "module:function"; the function takes (model, units, batches, seed) and gives a score for each unit
-    needs: str = WEIGHTS  # what a score looks at; ACTIVATIONS and GRADIENTS take calibration batches
+    search: str = ""  # the same for a function that takes (model, units, batches, k, seed) and gives a Selection of k units
+    needs: str = WEIGHTS  # what a score or a set comes from; all but WEIGHTS take calibration batches
+    passes: Callable[[int], int] = lambda batches: batches  # of a score or a set: its model passes on so many batches
+    experts: bool = True  # can choose among experts and their channels
     draws: bool = False  # makes random choices of its own
     settings: tuple[str, ...] = ()  # settings that this method reads and others may not
 
@@ -48,18 +54,23 @@ class Method:
     def needs_batches(self) -> bool:
         return self.policy is not None or self.needs != WEIGHTS
 
+    @property
+    def takes_loss(self) -> bool:
+        """Whether the function of a score or a set takes a `loss` of the user's own."""
+        return self.needs in (GRADIENTS, OUTPUTS)
+
     def depends_on_seed(self, task: str) -> bool:
         """Whether another seed may choose other units. Calibration images are drawn by seed, texts are not."""
         return self.draws or (task == "image" and self.needs_batches)
 
     def scorer(self) -> Callable[..., Any]:
-        """The function that `score` names; it is imported only now, since it needs torch."""
-        module, _, function = self.score.partition(":")
+        """The function that `score` or `search` names; it is imported only now, since it needs torch."""
+        module, _, function = (self.score or self.search).partition(":")
         scorer: Callable[..., Any] = getattr(importlib.import_module(module), function)
         return scorer
 
 
-_SCORES = "secateur.search.scores"
+_SCORES, _RIVALS = "secateur.search.scores", "secateur.rivals"
 
 METHODS: dict[str, Method] = {  # in the order of the paper's columns
     "random": Method(
@@ -102,12 +113,66 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         needs=GRADIENTS,
     ),
     "obs": Method(
-        "OBS",
-        "smallest error of the output projection once its other columns make up for it; for cuts with --repair",
+        "ZipLM (OBS)",
+        "our implementation of ZipLM's rule, structured OBS: smallest error of the output projection once its other columns "
+        "make up for it; for cuts with --repair",
         RIVAL,
         Look("0.70", "\\\\//", "*", (0, (1, 1))),
         score=f"{_SCORES}:obs_scores",
         needs=ACTIVATIONS,
+        experts=False,
+    ),
+    "flap": Method(
+        "FLAP",
+        "our implementation of FLAP: smallest variance of the output projection's inputs times its squared weights, "
+        "standardised within each layer; its bias compensation is --repair --repair-form bias",
+        RIVAL,
+        Look("0.84", "||", "1", (0, (1, 2))),
+        score=f"{_RIVALS}.scores:flap_scores",
+        needs=ACTIVATIONS,
+        experts=False,
+    ),
+    "llmpruner": Method(
+        "LLM-Pruner",
+        "our implementation of LLM-Pruner's grouped Taylor: smallest sum of |weight times gradient|",
+        RIVAL,
+        Look("0.72", "-\\", "2", (0, (1, 3))),
+        score=f"{_RIVALS}.scores:llmpruner_scores",
+        needs=GRADIENTS,
+    ),
+    "bonsai": Method(
+        "Bonsai",
+        "our implementation of Bonsai: the loss under random masks of many units, "
+        f"{MASKS_PER_BATCH} for each batch, and a regression",
+        RIVAL,
+        Look("0.60", "o-", "3", (0, (2, 1))),
+        score=f"{_RIVALS}.scores:bonsai_scores",
+        needs=OUTPUTS,
+        passes=lambda batches: batches * (1 + MASKS_PER_BATCH),
+        experts=False,
+        draws=True,
+    ),
+    "kwon": Method(
+        "Kwon et al.",
+        "our implementation of Kwon et al.: smallest Fisher information of a mask, then swaps within each layer; their rescale "
+        "is --repair",
+        RIVAL,
+        Look("0.50", "x-", "4", (0, (3, 1))),
+        search=f"{_RIVALS}.sets:kwon",
+        needs=GRADIENTS,
+        experts=False,
+    ),
+    "evopress": Method(
+        "EvoPress",
+        f"our implementation of EvoPress: {GENERATIONS} generations of {OFFSPRING} offspring move removals between layers, for "
+        "the least KL divergence from the dense model",
+        RIVAL,
+        Look("0.35", "+-", "8", (0, (4, 1))),
+        search=f"{_RIVALS}.sets:evopress",
+        needs=OUTPUTS,
+        passes=lambda batches: 3 * batches + GENERATIONS * (OFFSPRING + SURVIVORS * max(1, batches // 4) + batches),
+        experts=False,
+        draws=True,
     ),
     "greedy": Method(
         "Budgeted greedy",
@@ -161,6 +226,11 @@ def searching() -> list[str]:
 def scoring() -> list[str]:
     """The methods that score candidates; each of them can screen."""
     return [name for name, row in METHODS.items() if row.score]
+
+
+def choosing_sets() -> list[str]:
+    """The methods that choose all units at once; they need to know how many."""
+    return [name for name, row in METHODS.items() if row.search]
 
 
 def bandits() -> list[str]:

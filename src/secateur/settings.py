@@ -112,6 +112,18 @@ def _screens() -> list[str]:
     return [*scoring(), NONE]
 
 
+def _scored_on_batches() -> list[str]:
+    return [name for name, row in METHODS.items() if not row.policy and row.needs_batches]
+
+
+def needs_ratio(method: str) -> SettingError:
+    """The error for a method that chooses a set of a given size where a goal is set."""
+    return SettingError(
+        f"The method {method} chooses a number of units wherever they are, so it needs a --ratio, without a goal (--keep-...), "
+        "a uniform layout or experts: choose another --method."
+    )
+
+
 @dataclass(frozen=True)
 class Settings(_Checked):
     """What decides which units are chosen. The defaults are the paper's (section 4) where it names one."""
@@ -164,7 +176,7 @@ class Settings(_Checked):
     score_batches: int = _setting(
         16,
         SEARCH,
-        lambda: f"Calibration batches for scores ({', '.join(name for name in scoring() if METHODS[name].needs_batches)}).",
+        lambda: f"Calibration batches for {', '.join(_scored_on_batches())}.",
         least=1,
     )
     calibration: str = _setting(BUILTIN, DATA, f"Data that choose: {DATA_NAMES}.")
@@ -246,10 +258,18 @@ class Settings(_Checked):
         return self.row.policy is not None and bool(self.screen) and self.screen_by != NONE
 
     @property
+    def scored_by(self) -> str:
+        """The method whose score or set is computed: the method itself, or the screen's; "" where there is none."""
+        return self.method if not self.row.policy else self.screen_by if self.screening else ""
+
+    @property
     def scores_batches(self) -> bool:
-        """Whether the method's score, or the screen's, is taken on calibration batches."""
-        score = self.method if self.row.score else self.screen_by if self.screening else ""
-        return bool(score) and METHODS[score].needs_batches
+        """Whether that score or set is taken on calibration batches."""
+        return bool(self.scored_by) and METHODS[self.scored_by].needs_batches
+
+    def score_passes(self, n_calibration: int) -> int:
+        """The model passes of that score or set, of this many calibration batches in all."""
+        return METHODS[self.scored_by].passes(min(self.score_batches, n_calibration)) if self.scores_batches else 0
 
     @property
     def keep(self) -> tuple[str, float] | None:
@@ -273,6 +293,8 @@ class Settings(_Checked):
             )
         if self.holdout is not None and not 0 < self.holdout <= 0.5:
             raise SettingError(f"The holdout is {self.holdout}, but must lie between 0 and 0.5: 0.1 keeps a tenth for judging.")
+        if self.row.search and (self.keep or self.layout == UNIFORM):
+            raise needs_ratio(self.method)
         if len(self._goals()) > 1:
             raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import SettingError
-from secateur.methods import scoring, searching
+from secateur.methods import METHODS, choosing_sets, scoring, searching
 from secateur.model.families import anatomy, candidate_units, input_dim, weight_of
 from secateur.model.moments import DAMPING, Moments, gather
 from secateur.search.scores import unit_scores
@@ -195,13 +195,14 @@ def test_every_method_scores_every_unit_of_every_family_with_a_finite_number(nam
     batches = tiny_batches(model, 1)
     experts = any(layer.experts for layer in anatomy(model))
     for method in scoring():
-        if method == "obs" and experts:
+        if experts and not METHODS[method].experts:
             with pytest.raises(SettingError, match="experts"):
                 unit_scores(method, model, units, batches=batches)
             continue
         scores = unit_scores(method, model, units, batches=batches)
         assert list(scores) == units
-        assert all(math.isfinite(score) and score >= 0 for score in scores.values())
+        assert all(math.isfinite(score) for score in scores.values())
+        assert method in ("flap", "bonsai") or min(scores.values()) >= 0
         assert len(set(scores.values())) > len(units) // 2, f"{method} does not tell units apart"
 
 
@@ -258,9 +259,9 @@ def test_a_method_that_needs_batches_says_so(method: str) -> None:
         unit_scores(method, FAMILIES_TINY["gpt2"](), UNITS)
 
 
-@pytest.mark.parametrize("method", ["luck", *searching()])
+@pytest.mark.parametrize("method", ["luck", *searching(), *choosing_sets()])
 def test_a_method_that_is_unknown_or_has_no_score_is_refused_with_those_that_have_one(method: str) -> None:
-    assert scoring() == ["random", "magnitude", "wanda", "taylor", "fisher", "obs"]
+    assert scoring() == ["random", "magnitude", "wanda", "taylor", "fisher", "obs", "flap", "llmpruner", "bonsai"]
     with pytest.raises(SettingError, match=f"'{method}'.*{'.*'.join(scoring())}"):
         unit_scores(method, FAMILIES_TINY["gpt2"](), UNITS)
 

@@ -48,7 +48,7 @@ class Record:
     versions: dict[str, str]
     reason: str = ""
     judgement: Judgement | None = None
-    score_passes: int = 0  # gradient or activation passes of a score
+    score_passes: int = 0  # model passes of a score or a set; one with a gradient counts once
     selection_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     total_seconds: float = 0.0

@@ -239,7 +239,7 @@ def _choose(opened: Opened, calibration: Batches, settings: Settings, part: Part
         pulls=selection.pulls,
         forwards=selection.forwards,
         nonfinite_pulls=selection.nonfinite_pulls,
-        score_passes=min(settings.score_batches, len(calibration)) if settings.scores_batches else 0,
+        score_passes=settings.score_passes(len(calibration)),
         selection_seconds=time.perf_counter() - started,
     )
 

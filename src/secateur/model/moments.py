@@ -9,7 +9,7 @@ in the model makes all positions count alike, and so do the weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from secateur.model.families import input_dim, weight_of
 from secateur.model.losses import Batch, evaluating, outputs, real_positions
 
 DAMPING = 0.03  # the ridge of a least-squares problem, as a multiple of the mean diagonal entry of its matrix
+
+
+class Sums(Protocol):
+    """Something that is computed from what enters a projection, some positions at a time."""
+
+    def add(self, x: Tensor) -> None:
+        """Take in (positions, channels)."""
+        ...
 
 
 class Moments:
@@ -58,11 +66,11 @@ class Moments:
 
 def gather(
     model: nn.Module,
-    moments: Mapping[nn.Module, Moments],
+    moments: Mapping[nn.Module, Sums],
     batches: Sequence[Batch],
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Run the batches through the model and add to the moments what enters each projection, without padding."""
+    """Run the batches through the model and add to the sums what enters each projection, without padding."""
     real: Tensor | None = None  # the positions of the current batch that are not padding; None for all
 
     def add(module: nn.Module, args: tuple[Any, ...]) -> None:

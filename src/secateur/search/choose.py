@@ -9,12 +9,12 @@ from secateur.data.batches import Batches
 from secateur.files.journal import Journal
 from secateur.model.loading import Opened, versions
 from secateur.search.damage import DamageMeter
-from secateur.search.goals import Goal
-from secateur.search.scores import unit_scores
+from secateur.search.goals import Count, Goal
+from secateur.search.scores import unit_scores, unit_set
 from secateur.search.select import Screen, select, select_by_score
 from secateur.selection import Selection
-from secateur.settings import Machine, Provenance, Settings
-from secateur.units import Unit
+from secateur.settings import Machine, Provenance, Settings, needs_ratio
+from secateur.units import Unit, n_selected
 from secateur.watcher import Watcher
 
 
@@ -53,7 +53,10 @@ def choose_units(
     watcher, machine = watcher or Watcher(), machine or Machine()
     watcher.stage("choosing units")
     batches = calibration[: settings.score_batches]
-    if not settings.row.policy:
+    if settings.row.search:
+        k = _count(settings, units, goal)
+        chosen = unit_set(settings.method, opened.model, units, k=k, batches=batches, loss=opened.loss, seed=settings.seed)
+    elif not settings.row.policy:
         scores = unit_scores(settings.method, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
         chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
     else:
@@ -84,3 +87,12 @@ def choose_units(
         calibration=calibration.source,
         goal=goal.reached(chosen.units) if goal else None,
     )
+
+
+def _count(settings: Settings, units: Sequence[Unit], goal: Goal | None) -> int:
+    """How many units a method that chooses whole sets is asked for."""
+    if goal is None:
+        return n_selected(settings.ratio, len(units))
+    if not isinstance(goal, Count):
+        raise needs_ratio(settings.method)
+    return goal.k

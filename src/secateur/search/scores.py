@@ -6,7 +6,9 @@ A score function takes (model, units, batches, seed); a row of methods.py names 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import SettingError, not_one_of
-from secateur.methods import GRADIENTS, METHODS, scoring
+from secateur.methods import METHODS, choosing_sets, scoring
 from secateur.model.families import Layer, Slice, anatomy, expert_weights, input_dim, layer_of, task_of, weight_of
 from secateur.model.losses import (
     IGNORED,
@@ -28,6 +30,7 @@ from secateur.model.losses import (
     real_positions,
 )
 from secateur.model.moments import DAMPING, Moments, gather
+from secateur.selection import Selection
 from secateur.streams import SCORES, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import MLP, Unit
@@ -48,11 +51,50 @@ def unit_scores(
     """
     if method not in scoring():
         raise not_one_of("static method", method, scoring())
-    if METHODS[method].needs_batches and not batches:
-        raise SettingError(f"The method {method} needs calibration batches.")
-    own = {"loss": loss} if loss and METHODS[method].needs == GRADIENTS else {}
-    scores: dict[Unit, float] = METHODS[method].scorer()(model, units, batches, seed, **own)
+    scores: dict[Unit, float] = _asked(method, model, units, batches, loss)(seed)
     return scores
+
+
+def unit_set(
+    method: str,
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    k: int,
+    batches: Sequence[Batch],
+    loss: Loss | None = None,
+    seed: int = 42,
+) -> Selection:
+    """The `k` units that a method of METHODS chooses as a whole set.
+
+    >>> unit_set("kwon", model, candidate_units(model), k=10, batches=calibration).units
+    """
+    if method not in choosing_sets():
+        raise not_one_of("method that chooses sets", method, choosing_sets())
+    if not 1 <= k < len(units):
+        raise SettingError(f"The method {method} is asked for {k} of {len(units)} units, but some must go and some must stay.")
+    chosen: Selection = _asked(method, model, units, batches, loss)(k, seed)
+    return chosen
+
+
+def _asked(
+    method: str, model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], loss: Loss | None
+) -> Callable[..., Any]:
+    """The function of a method with what it looks at, once that has been checked."""
+    row = METHODS[method]
+    if row.needs_batches and not batches:
+        raise SettingError(f"The method {method} needs calibration batches.")
+    if not row.experts:
+        refuse_experts(method, model, units)
+    own = {"loss": loss} if loss and row.takes_loss else {}
+    return partial(row.scorer(), model, units, batches, **own)
+
+
+def refuse_experts(method: str, model: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse units that are experts, or channels of experts."""
+    layers = anatomy(model)
+    if any(layer_of(layers, unit).experts and unit.side == MLP for unit in units):
+        raise SettingError(f"The method {method} scores heads and channels, but not those of experts: choose another --method.")
 
 
 def random_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch] = (), seed: int = 42) -> dict[Unit, float]:
@@ -69,7 +111,7 @@ def magnitude_scores(
         values = [s.of(s.parameter.detach()).float() for s in slices]
         return sum(_total(value.abs()) for value in values) / sum(value.numel() for value in values)
 
-    return _per_unit(model, units, score)
+    return per_unit(model, units, score)
 
 
 def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
@@ -85,23 +127,23 @@ def wanda_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batc
             total += _total(weight * s.of(norms[id(s.parameter)].expand_as(s.parameter)))
         return total
 
-    return _per_unit(model, units, score)
+    return per_unit(model, units, score)
 
 
 def taylor_scores(
     model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42, loss: Loss | None = None
 ) -> dict[Unit, float]:
     """The absolute sum of weight times gradient: the first-order change of the loss (Eq. 35)."""
-    gradients = _gradients(model, units, batches, loss)
-    return _per_unit(model, units, lambda slices: abs(sum(_total(_times_gradient(s, gradients)) for s in slices)))
+    gradients = gradients_of(model, units, batches, loss)
+    return per_unit(model, units, lambda slices: abs(sum(_total(times_gradient(s, gradients)) for s in slices)))
 
 
 def fisher_scores(
     model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42, loss: Loss | None = None
 ) -> dict[Unit, float]:
     """The sum of squares of weight times gradient (Eq. 36)."""
-    gradients = _gradients(model, units, batches, loss)
-    return _per_unit(model, units, lambda slices: sum(_total(_times_gradient(s, gradients) ** 2) for s in slices))
+    gradients = gradients_of(model, units, batches, loss)
+    return per_unit(model, units, lambda slices: sum(_total(times_gradient(s, gradients) ** 2) for s in slices))
 
 
 def obs_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], seed: int = 42) -> dict[Unit, float]:
@@ -111,19 +153,23 @@ def obs_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]
     error first, and the columns are corrected after each, so that of two units that carry the same only one scores low. A few
     go at a time: a 64th of those left.
     """
-    layers = anatomy(model)
-    if any(layer_of(layers, unit).experts and unit.side == MLP for unit in units):
-        raise SettingError("The method obs scores heads and channels, but not those of experts: choose another --method.")
-    by_projection: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
-    for unit in units:
-        for part in layer_of(layers, unit).ranges(unit):
-            by_projection[part.projection][unit] = list(part.channels)
+    by_projection = by_output(model, units)
     moments = {projection: Moments(projection) for projection in by_projection}
     gather(model, moments, batches)
     scores: dict[Unit, float] = {}
     for projection, channels in by_projection.items():
         scores |= _obs(projection, moments.pop(projection), channels)
     return {unit: scores[unit] for unit in units}
+
+
+def by_output(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, dict[Unit, list[int]]]:
+    """The output projections that units enter, each with its units and their channels."""
+    layers = anatomy(model)
+    found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
+    for unit in units:
+        for part in layer_of(layers, unit).ranges(unit):
+            found[part.projection][unit] = list(part.channels)
+    return dict(found)
 
 
 def _obs(projection: nn.Module, moments: Moments, channels: Mapping[Unit, list[int]]) -> dict[Unit, float]:
@@ -221,7 +267,7 @@ def _squares(x: Tensor) -> Tensor:
     return (x * x).sum(0)
 
 
-def _gradients(
+def gradients_of(
     model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], loss: Loss | None = None
 ) -> dict[int, Tensor]:
     """The gradient of the mean calibration loss in every parameter that the units touch, by the parameter's id.
@@ -229,21 +275,76 @@ def _gradients(
     The model stays as it was: no `.grad` is written and `requires_grad` is restored.
     """
     parameters = list({id(s.parameter): s.parameter for slices in _slices(model, units).values() for s in slices}.values())
-    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    with _requiring(model, parameters):
+        for batch in batches:
+            value = _differentiable_loss(model, batch, loss)
+            for total, gradient in zip(sums, torch.autograd.grad(value, parameters), strict=True):
+                total += gradient / len(batches)
+    return {id(parameter): total for parameter, total in zip(parameters, sums, strict=True)}
+
+
+def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], loss: Loss | None = None) -> Tensor:
+    """The derivative of each example's loss in a mask of each unit, at the mask 1: (examples, units), float32 on the CPU.
+
+    The mask of a unit multiplies its channels where they enter the output projection; 0 would remove it. An example is a row of
+    a batch: a text or an image. Its loss is its share of the batch's mean loss times the rows of the batch, so that the mean
+    over a batch's examples is the derivative of the batch's loss. A batch takes one backward pass, since no row of a model in
+    evaluation mode looks at another.
+
+    >>> fisher = mask_gradients(model, units, batches).square().sum(0)
+    """
+    refuse_experts("of mask gradients", model, units)
+    entering = by_output(model, units)
+    places = {unit: i for i, unit in enumerate(units)}
+    masks: dict[nn.Module, Tensor] = {}  # of the present batch
+    rows = 0
+
+    def multiply(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]  # (rows, ..., channels); a text or image may have several rows here, one after another (windows, tokens)
+        if module not in masks:
+            masks[module] = torch.ones(rows, x.shape[-1], dtype=x.dtype, device=x.device, requires_grad=True)
+        parts = x.unflatten(0, (rows, len(x) // rows))
+        return ((parts * masks[module].view(rows, *[1] * (x.dim() - 1), -1)).flatten(0, 1), *args[1:])
+
+    found = []
+    handles = [projection.register_forward_pre_hook(multiply) for projection in entering]
+    try:
+        with _requiring(model, []):
+            for batch in batches:
+                rows = len(next(iter(batch.values())))
+                masks.clear()
+                value = _differentiable_loss(model, batch, loss)
+                gradients = torch.autograd.grad(value, list(masks.values()), allow_unused=True, materialize_grads=True)
+                of_batch = torch.zeros(rows, len(units))
+                for projection, gradient in zip(masks, gradients, strict=True):
+                    per_channel = gradient.detach().float().cpu() * rows
+                    for unit, channels in entering[projection].items():
+                        of_batch[:, places[unit]] += per_channel[:, channels].sum(1)
+                found.append(of_batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.cat(found)
+
+
+@contextmanager
+def _requiring(model: nn.Module, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Gradients of these parameters alone, in evaluation mode, while the block lasts; then all is as it was."""
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         model.requires_grad_(False)
         for parameter in parameters:
             parameter.requires_grad_(True)
         with torch.enable_grad(), evaluating(model):
-            for batch in batches:
-                value = batch_loss(model, batch, loss) if loss or REFERENCE not in batch else _own_answers_loss(model, batch)
-                for total, gradient in zip(sums, torch.autograd.grad(value, parameters), strict=True):
-                    total += gradient / len(batches)
+            yield
     finally:
         for touched, flag in required:
             touched.requires_grad_(flag)
-    return {id(parameter): total for parameter, total in zip(parameters, sums, strict=True)}
+
+
+def _differentiable_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
+    return batch_loss(model, batch, loss) if loss or REFERENCE not in batch else _own_answers_loss(model, batch)
 
 
 def _own_answers_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -262,7 +363,7 @@ def _own_answers_loss(model: nn.Module, batch: Batch) -> Tensor:
     return (F.normalize(found, dim=-1) * signs.to(found.device)).sum(-1).mean()
 
 
-def _times_gradient(s: Slice, gradients: Mapping[int, Tensor]) -> Tensor:
+def times_gradient(s: Slice, gradients: Mapping[int, Tensor]) -> Tensor:
     return s.of(s.parameter.detach()).float() * s.of(gradients[id(s.parameter)])
 
 
@@ -271,7 +372,7 @@ def _slices(model: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Slice]]:
     return {unit: list(layer_of(layers, unit).slices(unit)) for unit in units}
 
 
-def _per_unit(model: nn.Module, units: Sequence[Unit], score: Callable[[list[Slice]], float]) -> dict[Unit, float]:
+def per_unit(model: nn.Module, units: Sequence[Unit], score: Callable[[list[Slice]], float]) -> dict[Unit, float]:
     return {unit: float(score(slices)) for unit, slices in _slices(model, units).items()}
 
 
