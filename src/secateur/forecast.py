@@ -170,6 +170,9 @@ class _Rehearsal:
             damages = self._rng.normal(0, self._settings.temperature, len(batches))
             yield Measured((0.0,) * len(batches), tuple(damages.tolist()), len(base) + len(masked))
 
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]:
+        return [(0.0, 0.0)] * len(units)
+
     def recall(self, pull: Pull) -> None: ...
 
     def commit(self, unit: Unit) -> None:

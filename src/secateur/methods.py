@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from secateur.errors import not_one_of
-from secateur.search.policies import UCB, Greedy, Halving, Policy, Thompson
+from secateur.search.policies import UCB, Auto, Greedy, Halving, Planner, Policy, Thompson
 
 if TYPE_CHECKING:
     from secateur.settings import Settings
@@ -41,11 +41,12 @@ class Method:
     help: str  # what it does, in a line
     role: str  # in comparisons: BANDIT, BASELINE or RIVAL
     look: Look
-    policy: Callable[[Settings], Policy] | None = None
+    policy: Callable[[Settings], Policy | Planner] | None = None
     score: str = ""  # "module:function"; the function takes (model, units, batches, seed) and gives a score for each unit
     search: str = ""  # the same for a function that takes (model, units, batches, k, seed) and gives a Selection of k units
     needs: str = WEIGHTS  # what a score or a set comes from; all but WEIGHTS take calibration batches
     passes: Callable[[int], int] = lambda batches: batches  # of a score or a set: its model passes on so many batches
+    screens: bool = True  # of a policy: it measures only candidates that a score has let through
     experts: bool = True  # can choose among experts and their channels
     draws: bool = False  # makes random choices of its own
     settings: tuple[str, ...] = ()  # settings that this method reads and others may not
@@ -206,6 +207,16 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         BANDIT,
         Look("0.42", "**", "h", (0, (5, 1))),
         policy=lambda settings: Halving(),
+        draws=True,
+    ),
+    "auto": Method(
+        "Auto",
+        "gradients of all candidates first, then measurements of the most promising",
+        BANDIT,
+        Look("0.15", "", "d", "-"),
+        policy=lambda settings: Auto(),
+        screens=False,
+        experts=False,
         draws=True,
     ),
 }

@@ -255,7 +255,7 @@ class Settings(_Checked):
     @property
     def screening(self) -> bool:
         """Whether a score narrows the candidates before they are measured."""
-        return self.row.policy is not None and bool(self.screen) and self.screen_by != NONE
+        return self.row.policy is not None and self.row.screens and bool(self.screen) and self.screen_by != NONE
 
     @property
     def scored_by(self) -> str:

@@ -19,13 +19,14 @@ from torch import nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.model.families import anatomy
-from secateur.model.losses import BESIDE, Batch, Loss, device_of, part_losses, part_losses_and_distances
-from secateur.model.zeroing import zeroed_in_parts
+from secateur.model.losses import BESIDE, REFERENCE, Batch, Loss, device_of, part_losses, part_losses_and_distances
+from secateur.model.zeroing import zeroed, zeroed_in_parts
 from secateur.search.lanes import Lane, Lanes
 from secateur.search.prefixes import Prefixes
+from secateur.search.scores import mask_gradients
 from secateur.search.select import Asked, Measured
 from secateur.selection import Pull, paired_damages
-from secateur.streams import BATCHES, stream
+from secateur.streams import BATCHES, GRADIENTS, stream
 from secateur.units import HEAD, MLP, Unit
 
 
@@ -86,7 +87,9 @@ class DamageMeter:
         self.pulls = 0
         self.forwards = 0  # a stacked forward pass counts once for each run in it
         self.cache_memory = free_memory(device_of(model)) // 2 if cache_memory is None else cache_memory
+        self.gradient_batches = 0  # batches whose gradients were taken: each costs three forward passes
         self._rng = stream(seed, BATCHES)
+        self._gradient_rng, self._gradient_order = stream(seed, GRADIENTS), list[int]()
         self._prefixes = Prefixes(len(anatomy(model)), self.cache_memory)
         self._kinds: set[str] = set()  # sides of the units measured so far
         self._base_losses: dict[int, Losses] = {}  # this and the next two hold for the present step
@@ -122,6 +125,33 @@ class DamageMeter:
         """The paired damage of a unit on freshly drawn batches (Eq. 18)."""
         measured = next(self.measure([(unit, self.draw())]))
         return sum(paired_damages(measured.base_losses, measured.masked_losses)) / len(measured.base_losses)
+
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]:
+        """What gradients under the committed units foretell of each unit's damage: its terms of first and second order.
+
+        A mask m multiplies the unit, and removal takes it from 1 to 0: the loss changes by -L'(1) + L''(1) / 2. The second
+        derivative is taken as the mean square of the examples' first ones (the Fisher information). The first-order term is
+        mostly the labels' noise until there are many examples: it is shrunk by what that noise would explain (the damage of
+        4 of DeiT-Tiny's heads, chosen from 20 batches of 8 images: +0.009 without, -0.014 with the term halved). The batches
+        come in an order of their own, each once before any comes again.
+        """
+        wanted = [self._next_gradient_batch() for _ in range(min(n_batches, len(self.batches)))]
+        with zeroed(self.model, self.committed):
+            gradients = mask_gradients(self.model, units, [self.batches[i] for i in wanted], self.loss).double()
+        self.gradient_batches += len(wanted)
+        second = gradients.square().mean(0) / 2
+        if REFERENCE in self.batches[0]:
+            return [(value,) for value in second.tolist()]  # a distance is least, and flat, at the dense model
+        first = -gradients.mean(0)
+        noise = 2 * second / len(gradients)
+        spread = (first.square().mean() - noise.mean()).clamp(min=0)
+        first *= spread / (spread + noise + torch.finfo(noise.dtype).tiny)
+        return list(zip(first.tolist(), second.tolist(), strict=True))
+
+    def _next_gradient_batch(self) -> int:
+        if not self._gradient_order:
+            self._gradient_order = self._gradient_rng.permutation(len(self.batches)).tolist()
+        return int(self._gradient_order.pop())
 
     def recall(self, pull: Pull) -> None:
         """Take over losses from a journal, as if they had been measured here."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,21 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Belief:
-    """What is known of an arm beforehand: mean and variance of its damage on one batch, and from how many batches."""
+class Moment:
+    """Mean and variance of something on one batch, and from how many batches."""
 
     mean: float = math.nan
     variance: float = math.nan
     count: float = 0.0  # 0: nothing is known
+
+
+@dataclass(frozen=True)
+class Belief(Moment):
+    """What is known of an arm beforehand: first of all its damage."""
+
+    distance: Moment = Moment()  # what its removal adds to the distance from the dense model, where that is measured beside
+    bias: Moment = Moment()  # damage minus distance
+    slopes: tuple[float, ...] = ()  # what gradients foretell: the terms of first and second order, which add up to the damage
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Heard:
     damages: tuple[float, ...]
     reward: float
     broken: bool = False  # the arm's mask made the loss non-finite
+    distances: tuple[float, ...] = ()  # the same by the distance from the dense model, where it is measured beside the loss
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Choice:
 
     arm: int
     sure: float | None = None  # None: there was no other arm to compare with
+    more: tuple[Choice, ...] = ()  # the next best arms that it measured, if it was asked for several
 
 
 Conversation = Generator[Request, Sequence[Heard], Choice]
@@ -76,6 +87,30 @@ class Policy(Protocol):
 
     def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator) -> Conversation:
         """Choose one of `len(beliefs)` arms with at most `budget` pulls."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy wants to do in one step."""
+
+    units: int  # to choose
+    pulls: int
+    gradient_batches: int = 0
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A policy that may choose several units in a step, and look at gradients first."""
+
+    def pool_size(self, remaining: int, budget: int) -> int: ...
+
+    def plan(self, total: int, left: int, pulls_per_step: int) -> Plan:
+        """The next step of a search for `total` units of which `left` are still to be chosen."""
+        ...
+
+    def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
+        """Choose `wanted` arms."""
         ...
 
 
@@ -264,10 +299,135 @@ class Halving:
         return Choice(best, sureness(best, posterior.means, posterior.variances, evaluated))
 
 
+@dataclass(frozen=True)
+class Auto:
+    """Halving among the arms that gradients and earlier steps show to be harmless, several units a step.
+
+    A backward pass foretells the damage of all units at once; a measurement is exact for one unit on a few batches. A step
+    spends half of its pulls' worth on gradients under the present mask, and the rest on measuring the most promising arms on
+    common batches. A posterior weighs both by how well they have agreed so far. It stops early once more pulls would hardly
+    change the choice.
+    """
+
+    steps: int = 8  # at most, for any number of units
+    carry: float = 0.5  # the weight of what earlier steps found
+    enough: float = 0.99  # the probability that settles a choice
+
+    def pool_size(self, remaining: int, budget: int) -> int:
+        return remaining
+
+    def plan(self, total: int, left: int, pulls_per_step: int) -> Plan:
+        units = min(left, math.ceil(total / self.steps))
+        budget = units * pulls_per_step
+        # A masked run costs half a forward pass on average, and one with gradients three.
+        gradient_batches = max(1, budget // 2 // 6)
+        return Plan(units, max(units, budget // 2), gradient_batches)
+
+    def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
+        stats, posterior = ArmStats(len(beliefs)), Posterior(beliefs, self.carry)
+        wanted = min(wanted, len(beliefs), budget)
+        order = sorted(rng.permutation(len(beliefs)).tolist(), key=posterior.means.__getitem__)
+        survivors = order[: min(budget, max(2 * wanted, (budget + 1) // 2))]
+        while stats.pulls + len(survivors) <= budget:
+            heard = yield Request(tuple(sorted(survivors)), common=True)
+            stats.hear(heard)
+            posterior.hear(heard)
+            sound = [arm for arm in survivors if not stats.broken[arm]]
+            means = posterior.means
+            ranked = sorted(sound, key=means.__getitem__)
+            survivors = ranked[: max(2 * wanted, math.ceil(len(ranked) / 2))]
+            if len(survivors) <= wanted or self._settled(stats, posterior, ranked, wanted):
+                break
+        return self._choice(stats, posterior, wanted)
+
+    def _settled(self, stats: ArmStats, posterior: Posterior, ranked: Sequence[int], wanted: int) -> bool:
+        """Whether the last of the best arms is surely better than the first of the others."""
+        means, variances = posterior.means, posterior.variances
+        others = np.ones(len(means), dtype=bool)
+        others[list(ranked[:wanted])] = False
+        others &= ~stats.broken
+        sure = sureness(ranked[wanted - 1], means, variances, others)
+        return sure is not None and sure >= self.enough
+
+    def _choice(self, stats: ArmStats, posterior: Posterior, wanted: int) -> Choice:
+        sound = (stats.counts > 0) & ~stats.broken
+        if not sound.any():
+            return stats.choice()
+        means, variances = posterior.means, posterior.variances
+        best = sorted(np.flatnonzero(sound).tolist(), key=means.__getitem__)
+        rest = sound.copy()
+        rest[best[:wanted]] = False
+        first, *more = (Choice(arm, sureness(arm, means, variances, rest)) for arm in best)
+        return Choice(first.arm, first.sure, tuple(more))
+
+
+class Posterior:
+    """Normal posteriors of the arms' mean damages, from gradients, distances and damages.
+
+    Evidence: the mean damage. Where distances are measured beside it, the mean distance plus as much of the mean bias (damage
+    minus distance) as its own noise leaves credible: the distance is steady and a little wrong, the damage right and noisy.
+    Prior: a b + c d of the slopes b and d of first and second order. In theory a = c = 1; a least-squares fit to the evidence,
+    drawn towards that, corrects them. How far the evidence lies from the fit, beyond its noise, is the prior's own variance.
+    """
+
+    def __init__(self, beliefs: Sequence[Belief], carry: float) -> None:
+        self._damages = _Gaussian(beliefs, carry)
+        self._distances = _Gaussian([belief.distance for belief in beliefs], carry)
+        self._biases = _Gaussian([belief.bias for belief in beliefs], carry)
+        self._slopes = np.array([belief.slopes for belief in beliefs]) if all(b.slopes for b in beliefs) else None
+        self._update()
+
+    def hear(self, heard: Sequence[Heard]) -> None:
+        for pull in heard:
+            self._damages.add(pull.arm, pull.damages)
+            self._distances.add(pull.arm, pull.distances)
+            self._biases.add(pull.arm, [a - b for a, b in zip(pull.damages, pull.distances, strict=False)])
+        self._update()
+
+    def _update(self) -> None:
+        means, variances = self._evidence()
+        if self._slopes is None:
+            self.means, self.variances = means, variances
+            return
+        known = np.isfinite(means) & np.isfinite(variances)
+        foretold = self._slopes @ _fit(self._slopes[known], means[known], variances[known])
+        spread = (means - foretold)[known] ** 2 - variances[known]
+        typical = float(np.abs(foretold).mean()) ** 2  # with little evidence the prior is trusted to its own size
+        prior_variance = max((float(spread.sum()) + 2 * typical) / (known.sum() + 2), 0.01 * typical, 1e-16)
+        precision = np.where(known, 1 / np.where(known, np.maximum(variances, 1e-16), 1.0), 0.0)
+        self.variances = 1 / (1 / prior_variance + precision)
+        self.means = self.variances * (foretold / prior_variance + precision * np.where(known, means, 0.0))
+
+    def _evidence(self) -> tuple[Array, Array]:
+        if not self._distances.known.any():
+            return self._damages.means, self._damages.variances
+        bias, noise = self._biases.means, self._biases.variances
+        both = self._biases.known & np.isfinite(noise)
+        if both.sum() < 2:
+            return self._distances.means, self._distances.variances
+        spread = max(0.0, float(np.var(bias[both], ddof=1) - noise[both].mean()))  # of the true biases
+        centre = float(np.average(bias[both], weights=1 / np.maximum(noise[both], 1e-16)))
+        trust = np.where(both, spread / np.where(both, spread + noise, 1.0), 0.0) if spread else np.zeros(len(bias))
+        means = self._distances.means + centre + trust * np.where(both, bias - centre, 0.0)
+        return means, self._distances.variances + trust * spread
+
+
+def _fit(slopes: Array, means: Array, variances: Array) -> Array:
+    """The weights of the slopes that fit the evidence best, drawn towards 1 as strongly as by three arms of the usual kind."""
+    ones = np.ones(slopes.shape[1])
+    if not len(slopes):
+        return ones
+    weights = 1 / (variances + float(np.median(variances)) + 1e-16)
+    scale = float(weights.mean()) * (slopes**2).mean(0)
+    gram = (slopes * weights[:, None]).T @ slopes + np.diag(3 * scale + 1e-30)
+    solution: Array = np.linalg.solve(gram, (slopes * weights[:, None]).T @ means + 3 * scale * ones + 1e-30)
+    return np.maximum(solution, 0.0)
+
+
 class _Gaussian:
     """Normal posteriors of the arms' mean damages. All arms share one variance of a single batch, pooled over the arms."""
 
-    def __init__(self, beliefs: Sequence[Belief], carry: float) -> None:
+    def __init__(self, beliefs: Sequence[Moment], carry: float) -> None:
         self._counts = np.array([carry * belief.count for belief in beliefs])
         self._sums = np.array([carry * belief.count * belief.mean if belief.count else 0.0 for belief in beliefs])
         spread = [(belief.count - 1) * belief.variance for belief in beliefs if belief.count > 1]
@@ -276,14 +436,22 @@ class _Gaussian:
 
     def hear(self, heard: Sequence[Heard]) -> None:
         for pull in heard:
-            finite = [damage for damage in pull.damages if math.isfinite(damage)]
-            for damage in finite:
-                before = self._counts[pull.arm]
-                if before > 0:
-                    self._squares += before / (before + 1) * (damage - self._sums[pull.arm] / before) ** 2
-                    self._freedom += 1
-                self._counts[pull.arm] += 1
-                self._sums[pull.arm] += damage
+            self.add(pull.arm, pull.damages)
+
+    def add(self, arm: int, values: Sequence[float]) -> None:
+        for value in values:
+            if not math.isfinite(value):
+                continue
+            before = self._counts[arm]
+            if before > 0:
+                self._squares += before / (before + 1) * (value - self._sums[arm] / before) ** 2
+                self._freedom += 1
+            self._counts[arm] += 1
+            self._sums[arm] += value
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_]:
+        return self._counts > 0
 
     @property
     def means(self) -> Array:

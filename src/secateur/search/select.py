@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,20 @@ from secateur.errors import SettingError
 from secateur.files import jsonio
 from secateur.files.journal import Journal
 from secateur.search.goals import Count, Goal
-from secateur.search.policies import ArmStats, Belief, Choice, Conversation, Heard, Policy, Request, check_search, reward
+from secateur.search.policies import (
+    ArmStats,
+    Belief,
+    Choice,
+    Conversation,
+    Heard,
+    Moment,
+    Plan,
+    Planner,
+    Policy,
+    Request,
+    check_search,
+    reward,
+)
 from secateur.selection import Pull, Selection, Step, paired_damages
 from secateur.streams import POLICY, POOLS, stream
 from secateur.units import EXPERT, Unit, n_selected
@@ -36,10 +50,14 @@ class Measured(NamedTuple):
 
 
 class Meter(Protocol):
-    """What a search needs of a model: draw calibration batches, measure units on them, zero a unit from then on."""
+    """What a search needs of a model: draw calibration batches, measure units on them, zero a unit from then on.
+
+    Only policies that look at gradients ask for `slopes`.
+    """
 
     def draw(self) -> tuple[int, ...]: ...
     def measure(self, pulls: Sequence[Asked]) -> Iterator[Measured]: ...
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]: ...
     def recall(self, pull: Pull) -> None: ...
     def commit(self, unit: Unit) -> None: ...
 
@@ -65,7 +83,7 @@ def select(
     meter: Meter,
     units: Sequence[Unit],
     *,
-    policy: Policy,
+    policy: Policy | Planner,
     ratio: float = 0.10,
     goal: Goal | None = None,
     pulls_per_step: int = 32,
@@ -92,16 +110,26 @@ def select(
     trace: list[Pull] = []
     while len(selected) < (n_steps := goal.n_steps(selected)):
         pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
-        search = _StepSearch(len(selected), n_steps, pool, pulls_per_step, meter, goal, temperature, journal, watcher)
-        choice = search.hold(policy.run(beliefs.of(pool), pulls_per_step, policy_rng))
+        plan = Plan(1, pulls_per_step)
+        if isinstance(policy, Planner):
+            plan = policy.plan(n_steps, n_steps - len(selected), pulls_per_step)
+            if plan.gradient_batches:
+                beliefs.foresee(pool, meter.slopes(pool, plan.gradient_batches), goal)
+        search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher)
+        options = {"wanted": plan.units} if plan.units > 1 else {}
+        choice = search.hold(policy.run(beliefs.of(pool), plan.pulls, policy_rng, **options))
         trace += search.pulls
         beliefs.hear(search.pulls, goal)
         if not candidates.learn(pool, search.stats):
             continue  # every unit of the pool broke the loss, and other candidates are left: try those
-        selected.append(pool[choice.arm])
-        meter.commit(pool[choice.arm])
-        steps.append(search.record(choice))
-        watcher.chosen(steps[-1], n_steps, search.mean_damage(choice.arm))
+        for one in (choice, *choice.more):
+            if len(selected) >= min(search.step + plan.units, goal.n_steps(selected)):
+                break
+            if goal.open([pool[one.arm]], selected):
+                steps.append(search.record(one, len(selected)))
+                selected.append(pool[one.arm])
+                meter.commit(pool[one.arm])
+                watcher.chosen(steps[-1], n_steps, search.mean_damage(one.arm))
     return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace))
 
 
@@ -139,21 +167,34 @@ class Beliefs:
         return [self._known.get(unit, Belief()) for unit in pool]
 
     def hear(self, pulls: Sequence[Pull], goal: Goal) -> None:
-        """Add measurements, in damage per weight, as policies hear them; non-finite damages are left out."""
+        """Add measurements, per weight, as policies hear them; non-finite ones are left out."""
         for pull in pulls:
-            for damage in pull.damages:
+            weight, belief = goal.weight(pull.unit), self._known.get(pull.unit, Belief())
+            for damage, distance in zip_longest(pull.damages, pull.distances):
                 if math.isfinite(damage):
-                    self._known[pull.unit] = _updated(self._known.get(pull.unit, Belief()), damage / goal.weight(pull.unit))
+                    belief = replace(belief, **vars(_updated(belief, damage / weight)))
+                if distance is not None and math.isfinite(distance):
+                    belief = replace(belief, distance=_updated(belief.distance, distance / weight))
+                    if math.isfinite(damage):
+                        belief = replace(belief, bias=_updated(belief.bias, (damage - distance) / weight))
+            self._known[pull.unit] = belief
+
+    def foresee(self, pool: Sequence[Unit], slopes: Sequence[tuple[float, ...]], goal: Goal) -> None:
+        """Take in what gradients say under the present mask; what they said before counts half as much."""
+        for unit, new in zip(pool, slopes, strict=True):
+            now, belief = [value / goal.weight(unit) for value in new], self._known.get(unit, Belief())
+            before = belief.slopes or now
+            self._known[unit] = replace(belief, slopes=tuple((2 * a + b) / 3 for a, b in zip(now, before, strict=True)))
 
 
-def _updated(belief: Belief, value: float) -> Belief:
+def _updated(moment: Moment, value: float) -> Moment:
     """Mean and sample variance with one more value (Welford's rule)."""
-    if belief.count == 0:
-        return Belief(value, math.nan, 1)
-    n = belief.count + 1
-    squares = (belief.count - 1) * belief.variance if belief.count > 1 else 0.0
-    gap = value - belief.mean
-    return Belief(belief.mean + gap / n, (squares + gap * gap * belief.count / n) / (n - 1), n)
+    if moment.count == 0:
+        return Moment(value, math.nan, 1)
+    n = moment.count + 1
+    squares = (moment.count - 1) * moment.variance if moment.count > 1 else 0.0
+    gap = value - moment.mean
+    return Moment(moment.mean + gap / n, (squares + gap * gap * moment.count / n) / (n - 1), n)
 
 
 @dataclass
@@ -224,7 +265,18 @@ class _StepSearch:
             damages = paired_damages(losses.base_losses, losses.masked_losses)
             damage = sum(damages) / len(damages)  # Eq. 18, over the pull's batches
             earned = reward(damage, self.temperature * self.goal.weight(unit))
-            pull = Pull(self.step, unit, batches, losses.base_losses, losses.masked_losses, damage, earned, losses.forwards)
+            pull = Pull(
+                self.step,
+                unit,
+                batches,
+                losses.base_losses,
+                losses.masked_losses,
+                damage,
+                earned,
+                losses.forwards,
+                losses.base_distances,
+                losses.masked_distances,
+            )
             if self.journal:
                 self.journal.append(pull.to_json())
             yield pull
@@ -246,7 +298,8 @@ class _StepSearch:
         weight = self.goal.weight(pull.unit)
         # A base loss that is not finite is the fault of what was committed before, not of this unit's mask.
         broken = not math.isfinite(pull.damage) and all(map(math.isfinite, pull.base_losses))
-        return Heard(arm, tuple(damage / weight for damage in pull.damages), pull.reward, broken)
+        damages, distances = (tuple(value / weight for value in values) for values in (pull.damages, pull.distances))
+        return Heard(arm, damages, pull.reward, broken, distances)
 
     def _where(self, *, replayed: bool) -> Progress:
         best = self.stats.best()
@@ -257,10 +310,10 @@ class _StepSearch:
         """The mean of what the pulls of this step measured of an arm."""
         return float(self._damages[arm] / self.stats.counts[arm])
 
-    def record(self, choice: Choice) -> Step:
+    def record(self, choice: Choice, step: int) -> Step:
         stats, arm = self.stats, choice.arm
         return Step(
-            step=self.step,
+            step=step,
             unit=self.pool[arm],
             mean_reward=float(stats.means[arm]),
             posterior_mean=float(stats.posterior_means[arm]),
