@@ -272,15 +272,18 @@ def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, refer
     """
     hidden = _before(model, head, batch)
     real = real_positions(batch)
-    counted = torch.ones(hidden.shape[:2].numel(), dtype=torch.bool) if real is None else real
-    counted = counted.to(hidden.device)
+    real = torch.ones(hidden.shape[:2].numel(), dtype=torch.bool) if real is None else real
+    real = counted = real.to(hidden.device)
+    own = _own_labels(model, batch) if BESIDE in batch else None
+    if own is not None:
+        counted = real | (own != IGNORED)  # a position that does not count may predict one that does
+        own = own[counted]
     q_hidden, p_hidden = (x.flatten(0, 1)[counted] for x in (hidden, reference.to(hidden.dtype)))
     rows = torch.zeros(len(q_hidden), dtype=torch.long, device=hidden.device)
     highest = (_Highest(rows), _Highest(rows))
     top = torch.full_like(rows, -torch.inf, dtype=torch.float32)
     mass, gaps = torch.zeros_like(top), torch.zeros_like(top)
     sums: list[Tensor] = []
-    own = _own_labels(model, batch)[counted] if BESIDE in batch else None
     own_logits = torch.full_like(top, torch.nan)
     for start, stop in _pieces_of(head, q_hidden):
         p, q = (_logits(model, head, x, start, stop) for x in (p_hidden, q_hidden))
@@ -294,8 +297,9 @@ def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, refer
             own_logits = _label_logits(own_logits, q, own, start, stop)
     norm = torch.stack(sums).logsumexp(0)
     divergence = gaps / mass - (top + mass.log()) + norm
-    losses = divergence.new_zeros(len(counted)).masked_scatter(counted, divergence)
+    losses = divergence.new_zeros(len(counted)).masked_scatter(counted, divergence).masked_fill(~real, 0)
     labels = torch.full((len(counted),), IGNORED, device=hidden.device).masked_scatter(counted, highest[0].classes)
+    labels = labels.masked_fill(~real, IGNORED)
     found = torch.full_like(labels, -1).masked_scatter(counted, highest[1].classes)
     by_labels = None
     if own is not None:

@@ -105,8 +105,8 @@ class Planner(Protocol):
 
     def pool_size(self, remaining: int, budget: int) -> int: ...
 
-    def plan(self, total: int, left: int, pulls_per_step: int) -> Plan:
-        """The next step of a search for `total` units of which `left` are still to be chosen."""
+    def plan(self, total: int, left: int, pulls_per_step: int, *, gradients: bool) -> Plan:
+        """The next step of a search for `total` units of which `left` are still to be chosen, with or without gradients."""
         ...
 
     def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
@@ -316,17 +316,19 @@ class Auto:
     def pool_size(self, remaining: int, budget: int) -> int:
         return remaining
 
-    def plan(self, total: int, left: int, pulls_per_step: int) -> Plan:
+    def plan(self, total: int, left: int, pulls_per_step: int, *, gradients: bool) -> Plan:
         units = min(left, math.ceil(total / self.steps))
         budget = units * pulls_per_step
+        if not gradients:
+            return Plan(units, budget)
         # A masked run costs half a forward pass on average, and one with gradients three.
-        gradient_batches = max(1, budget // 2 // 6)
-        return Plan(units, max(units, budget // 2), gradient_batches)
+        return Plan(units, max(units, budget // 2), max(1, budget // 2 // 6))
 
     def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
         stats, posterior = ArmStats(len(beliefs)), Posterior(beliefs, self.carry)
         wanted = min(wanted, len(beliefs), budget)
-        order = sorted(rng.permutation(len(beliefs)).tolist(), key=posterior.means.__getitem__)
+        believed = np.where(np.isfinite(posterior.means), posterior.means, -np.inf)  # an unknown arm may be the best
+        order = sorted(rng.permutation(len(beliefs)).tolist(), key=believed.__getitem__)
         survivors = order[: min(budget, max(2 * wanted, (budget + 1) // 2))]
         while stats.pulls + len(survivors) <= budget:
             heard = yield Request(tuple(sorted(survivors)), common=True)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -50,16 +50,19 @@ class Measured(NamedTuple):
 
 
 class Meter(Protocol):
-    """What a search needs of a model: draw calibration batches, measure units on them, zero a unit from then on.
-
-    Only policies that look at gradients ask for `slopes`.
-    """
+    """What a search needs of a model: draw calibration batches, measure units on them, zero a unit from then on."""
 
     def draw(self) -> tuple[int, ...]: ...
     def measure(self, pulls: Sequence[Asked]) -> Iterator[Measured]: ...
-    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]: ...
     def recall(self, pull: Pull) -> None: ...
     def commit(self, unit: Unit) -> None: ...
+
+
+@runtime_checkable
+class Foreteller(Protocol):
+    """A meter that can also say what gradients foretell of the units' damages."""
+
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,9 @@ def select(
         pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
         plan = Plan(1, pulls_per_step)
         if isinstance(policy, Planner):
-            plan = policy.plan(n_steps, n_steps - len(selected), pulls_per_step)
-            if plan.gradient_batches:
+            foretells = isinstance(meter, Foreteller)
+            plan = policy.plan(n_steps, n_steps - len(selected), pulls_per_step, gradients=foretells)
+            if plan.gradient_batches and isinstance(meter, Foreteller):
                 beliefs.foresee(pool, meter.slopes(pool, plan.gradient_batches), goal)
         search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher)
         options = {"wanted": plan.units} if plan.units > 1 else {}
@@ -331,8 +335,7 @@ def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: 
     Ties go to the earlier unit, non-finite scores come last.
     """
     goal = goal or _count(ratio, list(scores))
-    # A negative score grows with the cost, so that of two such units the one that saves more goes first.
-    per_cost = {u: score / goal.weight(u) if score > 0 else score * goal.weight(u) for u, score in scores.items()}
+    per_cost = {unit: score / goal.weight(unit) for unit, score in scores.items()}
     selected: list[Unit] = []
     for unit in by_score(list(scores), per_cost):
         if len(selected) >= goal.n_steps(selected):
