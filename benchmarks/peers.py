@@ -1,0 +1,125 @@
+"""Torch-Pruning and OptiPFair beside Secateur's scores, on the same batches and as many channels: python benchmarks/peers.py
+
+OptiPFair takes the same share of the MLP channels from every layer of a gated language model. Torch-Pruning takes MLP channels
+of an image model wherever its grouped Taylor importance is least. Secateur's methods choose among single channels, as many as
+the peer removed, of any layer; they are zeroed, which gives the loss of a cut without repair. Each model is judged on data that
+chose nothing. Both peers are from the Python registry, and best kept apart:
+
+    pip install --no-deps --target peers torch-pruning==1.6.1 optipfair==0.4.2
+    PYTHONPATH=peers python benchmarks/peers.py --image-model DEIT --images IMAGENETTE --text-model SMOLLM2 --texts WIKITEXT2
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+import secateur as sc
+from secateur.measure.evaluate import evaluate
+from secateur.methods import METHODS
+from secateur.model.accounting import total_parameters, zeroed_percent
+from secateur.model.families import anatomy, candidate_units
+from secateur.model.losses import Batch, batch_loss
+from secateur.model.zeroing import zeroed
+from secateur.search.goals import Count
+from secateur.search.scores import unit_scores, unit_set
+from secateur.search.select import select_by_score
+from secateur.settings import make_job
+from secateur.steps import calibration_of, evaluation_of, open_job
+
+OURS = ("magnitude", "taylor", "fisher", "obs", "flap", "llmpruner", "kwon")
+Peer = Callable[[Any, Any, Sequence[Batch], float], None]  # cuts a model in place by a share
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in ("--text-model", "--texts", "--image-model", "--images"):
+        parser.add_argument(option)
+    parser.add_argument("--share", type=float, default=0.1, help="of the MLP channels; 0.1 is a tenth")
+    parser.add_argument("--batches", type=int, default=8, help="calibration batches")
+    parser.add_argument("--evaluation", type=int, default=160, help="texts or images that judge")
+    given = parser.parse_args()
+    for name, registry, peer, model, data in (
+        ("OptiPFair", "optipfair", optipfair_cut, given.text_model, given.texts),
+        ("Torch-Pruning", "torch-pruning", torch_pruning_cut, given.image_model, given.images),
+    ):
+        if not (model and data):
+            continue
+        try:
+            package = importlib.import_module(registry.replace("-", "_"))
+        except ImportError:
+            print(f"{name} is not installed: pip install --no-deps --target peers {registry}, then PYTHONPATH=peers.")
+            continue
+        compare(f"{name} {version(registry)}", package, peer, model, data, given)
+
+
+def compare(name: str, package: Any, peer: Peer, model: str, data: str, given: argparse.Namespace) -> None:
+    job = make_job(model, calibration=data, evaluation_size=given.evaluation, evaluation_batches=0, device="cpu")
+    opened, job = open_job(job, sc.Watcher())
+    calibration = calibration_of(opened, job.settings, sc.Watcher())[: given.batches]
+    evaluation = evaluation_of(opened, job)
+    network, dense = opened.model, evaluate(opened.model, evaluation).loss
+    print(f"\n{opened.name}: {total_parameters(network):,} parameters, loss {dense:.4f} on {len(evaluation)} batches")
+    print("| method | channels removed | parameters removed | loss increase | seconds |\n|---|---|---|---|---|")
+
+    smaller, started = copy.deepcopy(network), time.perf_counter()
+    peer(package, smaller, calibration, given.share)
+    seconds = time.perf_counter() - started
+    pairs = zip(anatomy(network), anatomy(smaller), strict=True)
+    removed = sum(before.mlp_width - after.mlp_width for before, after in pairs)
+    percent = 100 * (1 - total_parameters(smaller) / total_parameters(network))
+    show(name, removed, percent, evaluate(smaller, evaluation).loss - dense, seconds)
+
+    units = candidate_units(network, "mlp", 1)
+    for method in OURS:
+        started = time.perf_counter()
+        if METHODS[method].search:
+            chosen = unit_set(method, network, units, k=removed, batches=calibration)
+        else:
+            chosen = select_by_score(unit_scores(method, network, units, batches=calibration), goal=Count(removed))
+        seconds = time.perf_counter() - started
+        with zeroed(network, chosen.units):
+            loss = evaluate(network, evaluation).loss
+        show(METHODS[method].label, removed, zeroed_percent(network, chosen.units), loss - dense, seconds)
+
+
+def show(name: str, removed: int, percent: float, increase: float, seconds: float) -> None:
+    print(f"| {name} | {removed} | {percent:.2f}% | {increase:+.4f} | {seconds:.1f} |", flush=True)
+
+
+def optipfair_cut(package: Any, model: Any, batches: Sequence[Batch], share: float) -> None:
+    """Its default importance, with activations of the same batches."""
+    inputs = [{"input_ids": row} for batch in batches for row in batch["input_ids"]]
+    loader: Any = DataLoader(inputs, batch_size=len(batches[0]["input_ids"]))  # type: ignore[arg-type]
+    package.prune_model(model, pruning_type="MLP_GLU", pruning_percentage=100 * share, dataloader=loader, show_progress=False)
+
+
+def torch_pruning_cut(package: Any, model: Any, batches: Sequence[Batch], share: float) -> None:
+    """Its grouped Taylor importance, with gradients of the same batches, globally over the MLPs."""
+    model.requires_grad_(True)
+    for batch in batches:
+        (batch_loss(model, batch) / len(batches)).backward()
+    rows = {id(module) for layer in anatomy(model) for module in layer.mlp_in}
+    others = [module for module in model.modules() if not list(module.children()) and id(module) not in rows]
+    pruner = package.pruner.BasePruner(
+        model,
+        example_inputs={"pixel_values": batches[0]["pixel_values"][:1]},
+        importance=package.importance.GroupTaylorImportance(),
+        global_pruning=True,
+        pruning_ratio=share,
+        ignored_layers=others,
+        output_transform=lambda found: found.logits.sum(),
+    )
+    pruner.step()
+    model.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
