@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import EpsImagePlugin, Image
+from safetensors.torch import load_file, save_file
 
 from secateur.data import images
-from worlds import Run, World, check_refused, prune_command
+from worlds import Run, World, check_refused, prune_command, with_config
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
 
@@ -53,3 +59,113 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_unpacked(
     Image.new("RGB", (40, 30)).save(large)
     sentence = check_refused(run(*prune_command(mine, tmp_path / "out", task="image")), tmp_path / "out")
     assert re.search(rf"{re.escape(str(large))}.*40 x 30.*1,000", sentence)
+
+
+# Weights
+
+
+def copied(world: World, place: Path) -> Path:
+    return Path(shutil.copytree(world.text_model, place / "model"))
+
+
+def indexed(world: World, place: Path, file: str) -> Path:
+    """The model with an index that says that all its tensors are in this file."""
+    folder = copied(world, place)
+    tensors = list(load_file(folder / "model.safetensors"))
+    shutil.move(folder / "model.safetensors", folder / "real.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def index_of_a_pickle(world: World, place: Path) -> Path:
+    folder = indexed(world, place, "weights.bin")
+    torch.save(load_file(folder / "real.safetensors"), folder / "weights.bin")
+    return folder
+
+
+def index_to_outside(world: World, place: Path) -> Path:
+    folder = indexed(world, place, "../outside.safetensors")
+    shutil.copyfile(folder / "real.safetensors", place / "outside.safetensors")
+    return folder
+
+
+def another_index(world: World, place: Path) -> Path:
+    """The config itself names the index."""
+    folder = index_of_a_pickle(world, place)
+    (folder / "inner").mkdir()
+    shutil.move(folder / "model.safetensors.index.json", folder / "inner" / "w.safetensors.index.json")
+    return with_config(folder, transformers_weights="inner/w.safetensors.index.json")
+
+
+def index_of_nothing(world: World, place: Path) -> Path:
+    folder = indexed(world, place, "real.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["real.safetensors"]}')
+    return folder
+
+
+def with_adapter(world: World, place: Path) -> Path:
+    folder = copied(world, place)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
+    return folder
+
+
+def with_more_blocks(world: World, place: Path) -> Path:
+    """The weights of three blocks, and a config that says two."""
+    return with_config(copied(world, place), n_layer=2)
+
+
+def with_kernel(world: World, place: Path) -> Path:
+    return with_config(copied(world, place), attn_implementation="owner/repo")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (index_of_a_pickle, r"'weights\.bin'.*safetensors"),
+        (another_index, r"'weights\.bin'.*safetensors"),
+        (index_to_outside, r"'\.\./outside\.safetensors'.*own folder"),
+        (index_of_nothing, "weight_map"),
+        (with_adapter, "adapter.*merge_and_unload"),
+        (with_more_blocks, r"more blocks.*h\.2\."),
+        (with_kernel, "'owner/repo'.*not fetched"),
+    ],
+)
+def test_weights_are_read_from_the_safetensors_of_the_model_and_from_nowhere_else(
+    made: Callable[[World, Path], Path], said: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    folder = made(world, tmp_path)
+    sentence = check_refused(run(*prune_command(world, tmp_path / "out", model=folder)), tmp_path / "out")
+    assert re.search(said, sentence) and str(folder) in sentence
+
+
+def test_an_index_of_safetensors_in_the_folder_is_read(world: World, tmp_path: Path, run: Run) -> None:
+    ran = run(*prune_command(world, tmp_path / "out", model=indexed(world, tmp_path, "real.safetensors")))
+    assert (ran.code, ran.complaints) == (0, [])
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, left: Path) -> None:
+        self.left = left
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.left,)
+
+
+@pytest.mark.parametrize("prefix", ["timm:local-dir:", "timm:", ""])
+def test_a_timm_folder_is_read_from_safetensors_alone(prefix: str, world: World, tmp_path: Path, run: Run) -> None:
+    timm: Any = pytest.importorskip("timm")
+    folder, small = tmp_path / "model", {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_classes": 3}
+    timm.models.save_for_hf(timm.create_model("vit_tiny_patch16_224", **small), folder, model_args=small, safe_serialization=True)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    refused = check_refused(run(*prune_command(world, tmp_path / "out", task="image", model=f"{prefix}{folder}")))
+    assert "safetensors" in refused and "pickle" not in refused
+    torch.save(weights, folder / "pytorch_model.bin")  # nothing bad in it, and still not read
+    assert "safetensors" in check_refused(run(*prune_command(world, tmp_path / "out", task="image", model=f"{prefix}{folder}")))
+    assert not (tmp_path / "exploded").exists()
+    save_file(weights, folder / "model.safetensors")
+    assert run("units", f"{prefix}{folder}").code == 0
