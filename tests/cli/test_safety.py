@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import re
 import shutil
+import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,3 +172,87 @@ def test_a_timm_folder_is_read_from_safetensors_alone(prefix: str, world: World,
     assert not (tmp_path / "exploded").exists()
     save_file(weights, folder / "model.safetensors")
     assert run("units", f"{prefix}{folder}").code == 0
+
+
+# Places
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def socket_file(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path.name)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only an administrator makes devices")
+
+
+def link_to_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("fifo"))
+    path.symlink_to("fifo")
+
+
+SPECIAL = (fifo, socket_file, device, link_to_fifo)
+
+
+def writers(world: World, place: Path) -> dict[str, list[object]]:
+    """Commands that write one file, at this place."""
+    data = ("--device", "cpu", "--seq-len", 16)
+    return {
+        "bench": ["bench", world.text_model, "--device", "cpu", "--pulls", 1, "--json", place],
+        "evaluate": ["evaluate", world.text_model, "--data", world.text, *data, "-o", place],
+        "select": ["select", world.text_model, "--calibration", world.text, *data, "--method", "random", "-o", place],
+    }
+
+
+@pytest.mark.parametrize("command", ["bench", "evaluate", "select"])
+@pytest.mark.parametrize("made", SPECIAL)
+def test_a_device_or_a_pipe_is_not_replaced(
+    made: Callable[[Path], None], command: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    place = tmp_path / "out.json"
+    made(place)
+    before = os.lstat(place)
+    sentence = check_refused(run(*writers(world, place)[command]))
+    assert str(place) in sentence and "not a regular file" in sentence
+    assert os.path.samestat(before, os.lstat(place))
+
+
+@pytest.mark.parametrize("command", ["bench", "evaluate", "select"])
+@pytest.mark.parametrize("content", ["my thesis", "{}", '["rows"]'])
+def test_a_file_that_is_not_ours_is_not_replaced(content: str, command: str, world: World, tmp_path: Path, run: Run) -> None:
+    place = tmp_path / "out.json"
+    place.write_text(content)
+    assert str(place) in check_refused(run(*writers(world, place)[command]))
+    assert place.read_text() == content
+
+
+@pytest.mark.parametrize("command", ["bench", "evaluate", "select"])
+def test_a_link_stays_and_the_file_it_leads_to_is_written_and_replaced(
+    command: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "place").mkdir()
+    link = tmp_path / "out.json"
+    link.symlink_to(Path("place") / "real.json")
+    for _ in range(2):  # the second finds the file that the first wrote
+        assert run(*writers(world, link)[command]).code == 0
+        assert link.is_symlink() and "{" in (tmp_path / "place" / "real.json").read_text()
+
+
+@pytest.mark.parametrize("made", [fifo, device])
+def test_what_may_never_end_is_not_read(made: Callable[[Path], None], world: World, tmp_path: Path, run: Run) -> None:
+    made(tmp_path / "x")
+    x = tmp_path / "x"
+    for arguments in (
+        prune_command(world, tmp_path / "out", "--calibration", x),
+        prune_command(world, tmp_path / "out", "--config", x),
+        ["evaluate", world.text_model, "--data", world.text, "--selection", x],
+        ["grid", x, "-o", tmp_path / "store"],
+    ):
+        assert str(x) in check_refused(run(*arguments), tmp_path / "out", tmp_path / "store")

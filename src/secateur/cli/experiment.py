@@ -15,6 +15,7 @@ from secateur.cli.display import GridBars, stderr, stdout
 from secateur.cli.options import AsJson, takes
 from secateur.errors import SettingError, not_one_of
 from secateur.files import jsonio
+from secateur.files.places import check_folder
 from secateur.methods import METHODS, label
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ def tables(
     beside_paper: Annotated[bool, typer.Option("--beside-paper", help="The paper's row below each of ours.")] = False,
 ) -> None:
     """The paper's tables, from the records of a store."""
+    if out is not None:
+        check_folder(out)
     from secateur.experiment.store import read_tables
     from secateur.experiment.tables import FORMS, markdown, render
 
@@ -202,6 +205,7 @@ def figures(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the pictures.", show_default=False)],
 ) -> None:
     """The paper's figures, from the records of a store, as SVG and PNG."""
+    check_folder(out)
     from secateur.experiment.figures import draw
     from secateur.experiment.store import read_tables
 
