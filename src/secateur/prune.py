@@ -69,6 +69,7 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
         judgement=record.judgement,
         cutting=job.cutting,
         tokens=job.settings.seq_len,
+        again=True,
         watcher=watcher,
     )
     return PruneResult(selection, record, folder, made)

@@ -14,12 +14,12 @@ from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
     cut_key,
+    finished_cut,
     keep_record,
-    other_cut,
     write_cut,
 )
 from secateur.cut.costs import goal_of
-from secateur.cut.record import CutRecord, read_record
+from secateur.cut.record import CutRecord
 from secateur.data.batches import Batches
 from secateur.data.check import remarks
 from secateur.data.load import load_batches
@@ -240,25 +240,26 @@ def cut(
     judgement: Judgement | None = None,
     cutting: Cutting | None = None,
     tokens: int = 128,
+    again: bool = False,
     watcher: Watcher | None = None,
 ) -> CutRecord:
     """Write the model without the selected units to `out`, proved equal to the zeroed one; return what secateur.json holds.
 
     `calibration` proves and repairs, `evaluation` judges the checkpoint as it is read back, and `judgement` is what is known of
-    the dense and the zeroed model. Called again after it was stopped, it goes on.
+    the dense and the zeroed model. Called again after it was stopped, it goes on. A finished model whose files were changed is
+    an error, or with `again` cut again.
 
     >>> cut(open_model("gpt2"), selection, "small/", calibration=batches)
     """
     watcher, cutting, folder = watcher or Watcher(), cutting or Cutting(), Path(out)
     cutting.check()
-    record, small = read_record(folder), None
+    small = None
+    record = finished_cut(folder, cut_key(opened, selection, layout, cutting), again=again, watcher=watcher)
     if record is None:
         record, small = write_cut(
             opened, selection, folder, calibration=calibration, layout=layout, cutting=cutting, watcher=watcher
         )
         small = _as_opened(small, opened)
-    elif record.key != cut_key(opened, selection, layout, cutting):
-        raise other_cut(folder)
     before = record
     if evaluation is not None and not record.shrunk:
         watcher.stage("evaluating the checkpoint")
