@@ -22,7 +22,7 @@ from secateur.model.loading import Opened
 from secateur.search.choose import provenance
 from secateur.selection import Selection
 from secateur.settings import NONE, Job, make_job
-from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, selection_of_this_run
+from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run
 from secateur.watcher import Watcher
 
 
@@ -90,6 +90,7 @@ def _chosen_and_judged(
     units = candidate_units(opened.model, job.settings.target, job.settings.group_width)
     started = time.perf_counter()
     with Journal(folder / "journal.jsonl", made_with.to_json()) if folder else nullcontext() as journal:
+        say_unchecked(journal, watcher)
         table_file = folder / "latency.json" if folder else None
         selection = choose(
             opened,

@@ -25,7 +25,7 @@ from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import OutputError, SelectionError
 from secateur.files import jsonio
-from secateur.files.journal import Journal, check_same_run
+from secateur.files.journal import UNCHECKED, Journal, check_same_run
 from secateur.files.places import check_record_file
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
@@ -135,6 +135,7 @@ def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settin
     selection_of_this_run(out, made_with)  # refuses to overwrite another run's
     stem = out.name.removesuffix(".json")
     with Journal(out.with_name(f"{stem}.journal.jsonl"), made_with.to_json()) as journal:
+        say_unchecked(journal, watcher)
         table_file = out.with_name(f"{stem}.latency.json")
         selection = choose(
             opened, calibration, job.settings, machine=job.machine, journal=journal, table_file=table_file, watcher=watcher
@@ -142,6 +143,12 @@ def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settin
     selection.save(out)
     files = tuple(path for path in (out, journal.path) if path.exists())
     return Chosen(selection, zeroed_percent(opened.model, selection.units), files)
+
+
+def say_unchecked(journal: Journal | None, watcher: Watcher) -> None:
+    """Tell the user if the journal that is continued has no checksums."""
+    if journal and not journal.checked:
+        watcher.say(UNCHECKED.format(journal.path))
 
 
 def selection_of_this_run(path: Path, made_with: Provenance) -> Selection | None:

@@ -161,14 +161,17 @@ class Bomb:
 def test_a_timm_folder_is_read_from_safetensors_alone(prefix: str, world: World, tmp_path: Path, run: Run) -> None:
     timm: Any = pytest.importorskip("timm")
     folder, small = tmp_path / "model", {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_classes": 3}
-    timm.models.save_for_hf(timm.create_model("vit_tiny_patch16_224", **small), folder, model_args=small, safe_serialization=True)
+    timm.models.save_for_hf(
+        timm.create_model("vit_tiny_patch16_224", **small), folder, model_args=small, safe_serialization=True
+    )
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    refused = check_refused(run(*prune_command(world, tmp_path / "out", task="image", model=f"{prefix}{folder}")))
+    command = prune_command(world, tmp_path / "out", task="image", model=f"{prefix}{folder}")
+    refused = check_refused(run(*command))
     assert "safetensors" in refused and "pickle" not in refused
     torch.save(weights, folder / "pytorch_model.bin")  # nothing bad in it, and still not read
-    assert "safetensors" in check_refused(run(*prune_command(world, tmp_path / "out", task="image", model=f"{prefix}{folder}")))
+    assert "safetensors" in check_refused(run(*command))
     assert not (tmp_path / "exploded").exists()
     save_file(weights, folder / "model.safetensors")
     assert run("units", f"{prefix}{folder}").code == 0

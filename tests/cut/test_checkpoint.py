@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from secateur.cut.checkpoint import CARD, check_cut_place, load_shrunk, refuse_model, save_shrunk
-from secateur.cut.record import RECORD
+from secateur.cut.checkpoint import check_cut_place, load_shrunk, refuse_model, save_shrunk
+from secateur.cut.record import CARD, RECORD
 from secateur.cut.surgery import shrink
 from secateur.errors import ModelError, OutputError, ProofError, SecateurError
 from secateur.model.families import anatomy, candidate_units, task_of

@@ -174,7 +174,7 @@ def test_no_worker_runs_code_from_the_folder_in_which_the_command_is_started(
     script = tmp_path / "bin" / "secateur"
     script.write_text("from secateur.cli.app import main\nif __name__ == '__main__':\n    main()\n")
     folder = trap(tmp_path / "trap")
-    command = [sys.executable, script, "grid", grid, "-o", tmp_path / "store", "--json", *where]
+    command = [sys.executable, str(script), "grid", str(grid), "-o", str(tmp_path / "store"), "--json", *where]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     assert [path.name for path in folder.glob("*.ran")] == []
     assert ran.returncode == 0, ran.stderr

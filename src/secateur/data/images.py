@@ -21,7 +21,13 @@ from secateur.selection import Source
 from secateur.streams import DATA, stream
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")  # by content; PIL knows others, some of which start a program such as Ghostscript
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "BMP",
+    "GIF",
+)  # by content; PIL knows others, some of which start a program such as Ghostscript
 MOST_PIXELS = 100_000_000  # of one image
 IMAGENET = Path(__file__).with_name("imagenet.txt")  # WordNet ids and names of the 1000 classes
 
@@ -193,7 +199,9 @@ def open_image(path: Path) -> Any:
             return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
     except UnidentifiedImageError as error:
         kinds = ", ".join(FORMATS)
-        raise DataError(f"The image {path} cannot be read: it is damaged, or none of {kinds}. Remove it or get it again.") from error
+        raise DataError(
+            f"The image {path} cannot be read: it is damaged, or none of {kinds}. Remove it or get it again."
+        ) from error
     except Exception as error:  # of a broken image PIL raises all kinds, down to SyntaxError and struct.error
         raise DataError(f"The image {path} cannot be read: {first_line(error)} Remove it or get it again.") from error
 

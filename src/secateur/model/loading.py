@@ -296,7 +296,7 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
 def _check_weight_files(name: str, named: Any) -> None:
     """Refuse weights that transformers would look for elsewhere than in the model's own safetensors files.
 
-    An index may name any file, and an adapter another model; `named` is what the config itself names in place of the usual file.
+    An index may name any file, an adapter another model; `named` is what the config itself names in place of the usual file.
     """
     for index in _files(name, "*.safetensors.index.json", [named] if isinstance(named, str) else []):
         _shards_of(index)
@@ -310,7 +310,10 @@ def _check_weight_files(name: str, named: Any) -> None:
 def _files(name: str, pattern: str, more: Sequence[str] = ()) -> list[Path]:
     """The files of a model that match a pattern, in its folder or on the hub; there the usual name stands for the pattern."""
     if Path(name).is_dir():
-        return [*Path(name).glob(pattern), *(path for file in more if (path := Path(name) / file).match(pattern) and path.is_file())]
+        return [
+            *Path(name).glob(pattern),
+            *(path for file in more if (path := Path(name) / file).match(pattern) and path.is_file()),
+        ]
     from transformers.utils import cached_file
 
     names = [pattern.replace("*", "model"), *(file for file in more if Path(file).match(pattern))]
@@ -324,7 +327,10 @@ def _shards_of(index: Path) -> list[str]:
     try:
         fields = jsonio.read(index)
         shards = sorted(set(fields["weight_map"].values()))
-        safe = [shard.endswith(".safetensors") and not Path(shard).is_absolute() and ".." not in Path(shard).parts for shard in shards]
+        safe = [
+            shard.endswith(".safetensors") and not Path(shard).is_absolute() and ".." not in Path(shard).parts
+            for shard in shards
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not an index of weights: it has no weight_map from tensors to files.") from error
     if not all(safe):
@@ -337,7 +343,7 @@ def _shards_of(index: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _no_pickles(name: str) -> Iterator[None]:
-    """While the block lasts, no library can unpickle weights: transformers, peft and timm do so where they find no safetensors."""
+    """While the block lasts, no library can unpickle weights, as transformers and timm do where they find no safetensors."""
     load = torch.load
 
     def refuse(*args: Any, **options: Any) -> Any:
