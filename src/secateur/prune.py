@@ -86,6 +86,11 @@ def _chosen_and_judged(
         existing = selection_of_this_run(folder / "selection.json", made_with)
         done = _read_record(folder / "evaluation.json", made_with.to_json() | judged_on.to_json())
         if done and existing:
+            if done.judgement.units != existing.units:
+                raise OutputError(
+                    f"{folder / 'selection.json'} and {folder / 'evaluation.json'} are about other units, so that one of them "
+                    "was changed; delete both, and they are made again from the journal."
+                )
             return existing, done
     units = candidate_units(opened.model, job.settings.target, job.settings.group_width)
     started = time.perf_counter()

@@ -33,8 +33,8 @@ from secateur.measure.judge import judge
 from secateur.measure.memory import disk_bytes, peak_memory
 from secateur.measure.speed import Measurement, check_measure, measure
 from secateur.model.accounting import zeroed_percent
-from secateur.model.families import candidate_units, task_of
-from secateur.model.loading import Opened, load_model, open_model
+from secateur.model.families import candidate_units, check_disjoint, check_group_width, task_of
+from secateur.model.loading import Opened, digest, load_model, open_model
 from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
@@ -43,6 +43,7 @@ from secateur.settings import BUILTIN, FREE, LATENCY, Cutting, Job, Machine, Pro
 from secateur.units import Unit
 from secateur.watcher import Watcher
 
+JUDGED_BY = ("seq_len", "batch_size", "seed", "loss", "documents", "holdout", "dtype")  # of the settings, besides the data
 NEW_TOKENS = 16  # decoded for the measurement
 
 
@@ -55,6 +56,7 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
         settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=job.machine.trust_remote_code
     )
     opened = replace(opened, loss=loss)
+    check_group_width(opened.model, settings.target, settings.group_width)
     return opened, job.for_task(task_of(opened.model))
 
 
@@ -165,17 +167,24 @@ def selection_of_this_run(path: Path, made_with: Provenance) -> Selection | None
 
 def check_selection(opened: Opened, selection: Selection) -> None:
     """Refuse a selection that was made for another model."""
-    if selection.made_with:
+    if selection.made_with and selection.made_with.model_digest:
         made_with = selection.made_with
-        rounded = made_with.settings.dtype != opened.dtype
-        length = 8 if rounded else None  # another dtype rounds the weights: then only names and shapes can be compared
-        if made_with.model_digest and made_with.model_digest[:length] != opened.digest[:length]:
+        digest_here = _digest_in(opened, made_with.settings.dtype)
+        if made_with.model_digest != digest_here:
             raise SelectionError(
                 f"The selection was made for the model {made_with.settings.model!r} (digest {made_with.model_digest}), and "
-                f"{opened.name!r} is another one (digest {opened.digest}); give the model it was made for."
+                f"{opened.name!r} is another one (digest {digest_here}); give the model it was made for."
             )
+    check_disjoint(opened.model, selection.units)
     with zeroed(opened.model, selection.units):
         pass  # units that the model does not have are refused here
+
+
+def _digest_in(opened: Opened, dtype: str) -> str:
+    """The digest of the model's weights in a dtype: another one rounds them, so that they are read again."""
+    if dtype == opened.dtype:
+        return opened.digest
+    return digest(load_model(opened.name, device="cpu", dtype=dtype, trust_remote_code=opened.trust_remote_code))
 
 
 # Judge
@@ -189,10 +198,11 @@ class Evaluated:
     selection: str | None
     data: str
     dense: Evaluation
+    judging: dict[str, Any]  # the settings that decide the numbers, as asked for; None where they are left to the task
     judgement: Judgement | None = None
 
     def to_json(self) -> dict[str, Any]:
-        about = {"model": self.model, "selection": self.selection, "data": self.data}
+        about = {"model": self.model, "selection": self.selection, "data": self.data, "judging": self.judging}
         return about | (self.judgement.to_json() if self.judgement else {"dense": self.dense.to_json()})
 
 
@@ -214,7 +224,9 @@ def evaluate_on(
     job = make_job(model, **{"calibration": data} | cut_as(chosen, data) | settings)
     check_evaluate(job, out)
     data = job.judging.data or job.settings.calibration
+    asked = {name: getattr(job.settings, name) for name in JUDGED_BY}
     about: dict[str, Any] = {"model": model, "selection": str(selection) if selection else None, "data": data}
+    about["judging"] = asked | {"size": job.judging.size, "max_batches": job.judging.max_batches}
     if out:
         check_record_file(out, about)
     opened, job = open_job(job, watcher)

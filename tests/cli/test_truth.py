@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from worlds import Run, World, check_refused, contents, prune_command
+from grids import write_grid
+from secateur.experiment import work
+from worlds import FILES, SEQ_LEN, Run, World, check_refused, contents, prune_command
 
 CUT = ("--layout", "free", "--no-measure")
 
@@ -150,3 +156,118 @@ def test_a_journal_from_before_checksums_is_continued_and_said_to_be_one(world: 
     assert journal.read_text() == "".join(lines)
     units = [json.loads((tmp_path / name / "selection.json").read_text())["units"] for name in ("whole", "out")]
     assert units[0] == units[1]
+
+
+# What belongs together
+
+
+def selected(world: World, place: Path, run: Run, *more: object) -> Path:
+    assert run(*prune_command(world, place, *more)).code == 0
+    return place / "selection.json"
+
+
+def judged(world: World, selection: Path, *more: object, model: object = None) -> list[object]:
+    options = ("--data", world.text, "--device", "cpu", "--seq-len", SEQ_LEN)
+    return ["evaluate", model or world.text_model, "--selection", selection, *options, *more]
+
+
+def cut_of(world: World, selection: Path, *more: object, model: object = None) -> list[object]:
+    place = selection.with_name("small")
+    return [
+        "shrink",
+        model or world.text_model,
+        "--selection",
+        selection,
+        "--device",
+        "cpu",
+        "--no-measure",
+        "-o",
+        place,
+        *more,
+    ]
+
+
+def another_model(world: World, place: Path) -> Path:
+    """A model of the same shapes with other weights."""
+    folder = Path(shutil.copytree(world.text_model, place))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 0.5 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("command", [judged, cut_of])
+def test_a_selection_is_for_its_own_model_in_every_precision(
+    command: Callable[..., list[object]], world: World, tmp_path: Path, run: Run
+) -> None:
+    selection, other = selected(world, tmp_path / "chosen", run), another_model(world, tmp_path / "other")
+    for dtype in ("float32", "bfloat16"):
+        sentence = check_refused(run(*command(world, selection, "--dtype", dtype, model=other)), tmp_path / "chosen" / "small")
+        assert "another one" in sentence and str(other) in sentence
+    assert run(*command(world, selection, "--dtype", "bfloat16")).code == 0
+
+
+@pytest.mark.parametrize("command", [judged, cut_of])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"kind": "head", "layer": 1, "index": 2}, {"kind": "kv_group", "layer": 1, "index": 2}),
+        ({"kind": "mlp", "layer": 0, "index": 1, "width": 4}, {"kind": "mlp", "layer": 0, "index": 0, "width": 8}),
+    ],
+)
+def test_units_that_overlap_are_not_counted_twice(
+    first: dict[str, Any], second: dict[str, Any], command: Callable[..., list[object]], world: World, tmp_path: Path, run: Run
+) -> None:
+    selection = selected(world, tmp_path / "chosen", run)
+    selection.write_text(json.dumps(json.loads(selection.read_text()) | {"units": [first, second]}))
+    assert re.search(f"{first['kind']} .*{second['kind']} .*overlap", check_refused(run(*command(world, selection))))
+
+
+def test_a_selection_and_an_evaluation_of_other_units_are_not_taken_together(world: World, tmp_path: Path, run: Run) -> None:
+    selection = selected(world, tmp_path / "out", run, *CUT)
+    for path in tmp_path.glob("out/*"):  # as a kill leaves it before the cut
+        if path.name not in FILES:
+            path.unlink()
+    fields = json.loads(selection.read_text())
+    selection.write_text(json.dumps(fields | {"units": fields["units"][:1]}))
+    sentence = check_refused(run(*prune_command(world, tmp_path / "out", *CUT)), tmp_path / "out" / "config.json")
+    assert "selection.json" in sentence and "evaluation.json" in sentence
+
+
+@pytest.mark.parametrize(
+    "more", [["--seq-len", 8], ["--evaluation-batches", 2], ["--batch-size", 2], ["--dtype", "bfloat16"]], ids=str
+)
+def test_a_result_of_other_settings_is_not_overwritten(more: list[object], world: World, tmp_path: Path, run: Run) -> None:
+    place = tmp_path / "evaluation.json"
+    command = ["evaluate", world.text_model, "--data", world.text, "--device", "cpu", "--seq-len", SEQ_LEN, "-o", place]
+    assert run(*command).code == 0
+    before = place.read_bytes()
+    assert str(place) in check_refused(run(*command, *more))
+    assert place.read_bytes() == before and run(*command).code == 0
+
+
+def test_a_form_of_repair_without_a_name_is_refused(world: World, tmp_path: Path, run: Run) -> None:
+    refused = check_refused(
+        run(*prune_command(world, tmp_path / "out", *CUT, "--repair", "--repair-form", "")), tmp_path / "out"
+    )
+    assert "form of repair" in refused
+
+
+@pytest.mark.parametrize("target", ["mlp", "both"])
+def test_a_group_wider_than_every_mlp_is_refused(target: str, world: World, tmp_path: Path, run: Run) -> None:
+    wide = ("--target", target, "--group-width", 1000)
+    for ran in (run(*prune_command(world, tmp_path / "out", *wide)), run("units", world.text_model, *wide)):
+        assert re.search(r"\b1000\b.*\b14\b", check_refused(ran, tmp_path / "out"))
+    assert run("units", world.text_model, "--target", "head", "--group-width", 1000).code == 0
+
+
+@pytest.mark.usefixtures("fresh_workplace")
+def test_a_grid_of_which_every_run_failed_does_not_end_well(
+    world: World, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(work, "choose", fail)
+    ran = run("grid", write_grid(world, tmp_path), "-o", tmp_path / "store", "--device", "cpu")
+    assert ran.code == 2 and re.match("0 runs done, 14 failed", ran.out)
+    assert [line for line in ran.err.splitlines() if line.startswith("error: All 14 runs failed")]

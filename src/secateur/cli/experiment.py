@@ -80,7 +80,9 @@ def grid(
         stdout.print(f"{result.done} runs done, {result.failed} failed, {result.left} left. Records: {out / 'results.jsonl'}")
     for problem in result.problems:
         stderr.print(f"error: {problem}")
-    if result.problems:
+    if result.failed and not result.done:
+        stderr.print(f"error: All {result.failed} runs failed; their records say why: {out / 'results.jsonl'}.")
+    if result.problems or (result.failed and not result.done):
         raise typer.Exit(2)
 
 

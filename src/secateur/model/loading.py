@@ -314,7 +314,7 @@ def _files(name: str, pattern: str, more: Sequence[str] = ()) -> list[Path]:
             *Path(name).glob(pattern),
             *(path for file in more if (path := Path(name) / file).match(pattern) and path.is_file()),
         ]
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     names = [pattern.replace("*", "model"), *(file for file in more if Path(file).match(pattern))]
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
