@@ -54,7 +54,8 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     calibration = calibration_of(opened, job.settings, watcher)
     other = job.judging.data != job.settings.calibration  # of the same data all has been said
     evaluation = evaluation_of(opened, job, watcher if other else None)
-    check_apart(calibration.source, evaluation.source)
+    if remark := check_apart(calibration.source, evaluation.source):
+        watcher.say(remark)
     check_cut(opened, job.cutting, len(calibration))
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:

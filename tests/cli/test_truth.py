@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -10,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from grids import write_grid
 from secateur.experiment import work
+from tiny import CLASSES, FAMILIES_TINY, randomised
 from worlds import FILES, SEQ_LEN, Run, World, check_refused, contents, prune_command
 
 CUT = ("--layout", "free", "--no-measure")
@@ -271,3 +275,86 @@ def test_a_grid_of_which_every_run_failed_does_not_end_well(
     ran = run("grid", write_grid(world, tmp_path), "-o", tmp_path / "store", "--device", "cpu")
     assert ran.code == 2 and re.match("0 runs done, 14 failed", ran.out)
     assert [line for line in ran.err.splitlines() if line.startswith("error: All 14 runs failed")]
+
+
+# Data that choose and data that judge
+
+
+def shifted(text: str) -> str:
+    """By a word, which is a token: every window begins one later."""
+    return text.partition(" ")[2]
+
+
+def second_half(text: str) -> str:
+    return text[len(text) // 2 :]
+
+
+@pytest.fixture(scope="module")
+def long_rows(world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The world with a model that takes texts of more than a few tokens."""
+    folder = Path(shutil.copytree(world.text_model, tmp_path_factory.mktemp("long") / "model"))
+    model: Any = FAMILIES_TINY["gpt2"]()
+    model.config.n_positions = 64
+    randomised(type(model)(model.config)).save_pretrained(folder)  # type: ignore[operator]
+    return World(folder, world.image_model, world.text, world.images)
+
+
+LONG = ("--seq-len", 64, "--documents", "joined", "--batches-per-pull", 1, "--batch-size", 2)
+
+
+@pytest.mark.parametrize("form", [shifted, second_half])
+def test_a_text_that_chose_does_not_judge_in_another_form(
+    form: Callable[[str], str], long_rows: World, tmp_path: Path, run: Run
+) -> None:
+    text = long_rows.text / "train.txt"
+    (tmp_path / "other.txt").write_text(form(text.read_text()))
+    data = ("--calibration", text, "--data", tmp_path / "other.txt")
+    sentence = check_refused(run(*prune_command(long_rows, tmp_path / "out", *LONG, *data)), tmp_path / "out")
+    assert re.search(r"other\.txt.*overlaps.*\b([5-9]\d|100)%.*at most 10%", sentence)
+    selection = selected(long_rows, tmp_path / "chosen", run, *LONG)
+    judge = judged(long_rows, selection, "--seq-len", 64, "--documents", "joined", "--data", tmp_path / "other.txt")
+    assert re.search(r"overlaps.*\b([5-9]\d|100)%", check_refused(run(*judge)))
+
+
+def test_a_small_share_of_text_that_chose_is_said(long_rows: World, tmp_path: Path, run: Run) -> None:
+    sentences = (long_rows.text / "train.txt").read_text().replace("\n\n", "\n").splitlines()
+    mixed = tmp_path / "mixed.txt"
+    mixed.write_text("\n".join(sentences[8:13]) + "\n" + (long_rows.text / "test.txt").read_text())
+    ran = run(
+        *prune_command(long_rows, tmp_path / "out", *LONG, "--calibration", long_rows.text / "train.txt", "--data", mixed)
+    )
+    said = [line for line in ran.complaints if "chose the units" in line]
+    assert ran.code == 0 and len(said) == 1 and re.match(rf"[2-9]% of .*{mixed}", said[0])
+
+
+def pictures(folder: Path, seed: int) -> list[Path]:
+    """Images that differ from each other as photographs do: by what is bright and what is dark."""
+    rng = np.random.default_rng(seed)
+    paths = [folder / f"LABEL_{label}" / f"{i}.png" for label in range(CLASSES) for i in range(4)]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (6, 6, 3), dtype=np.uint8)).resize((96, 96), Image.Resampling.BICUBIC).save(path)
+    return paths
+
+
+def encoded_anew(path: Path) -> bytes:
+    data = io.BytesIO()
+    Image.open(path).save(data, "JPEG", quality=70)
+    return data.getvalue()
+
+
+def with_more_bytes(path: Path) -> bytes:
+    return path.read_bytes() + b"more"
+
+
+@pytest.mark.parametrize(("form", "n", "said"), [(encoded_anew, 2 * CLASSES, "50%"), (with_more_bytes, 1, "same pixels")])
+def test_an_image_that_chose_does_not_judge_in_another_form(
+    form: Callable[[Path], bytes], n: int, said: str, world: World, tmp_path: Path, run: Run
+) -> None:
+    mine = World(world.text_model, world.image_model, world.text, tmp_path / "images")
+    train, val = pictures(mine.images / "train", 1), pictures(mine.images / "val", 2)
+    assert run(*prune_command(mine, tmp_path / "apart", task="image")).complaints == []
+    for old, new in list(zip(train, val, strict=True))[:n]:
+        new.write_bytes(form(old))
+    sentence = check_refused(run(*prune_command(mine, tmp_path / "out", task="image")), tmp_path / "out")
+    assert re.search(f"overlaps.*{said}", sentence)

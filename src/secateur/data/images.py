@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from secateur.data.batches import SPLITS, Batches, check_counts, digest_file, has_splits
+from secateur.data.overlap import image_mark
 from secateur.errors import DataError, first_line
 from secateur.model.losses import Batch
 from secateur.selection import Source
@@ -62,9 +63,10 @@ def image_batches(
             raise DataError(f"The image folder {folder} has one image a class, of which no share can be held out.")
     order = stream(seed, DATA).permutation(len(labelled))[:limit]
     chosen = [labelled[i] for i in order]
-    rows = tuple(_digest_image(path) for path, _ in chosen)
+    marks = tuple(image_mark(open_image(path)) for path, _ in chosen)  # shows, too, that each can be read
+    rows = tuple(digest_file(path) for path, _ in chosen)
     items = ImageItems([chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)], preprocess, keep)
-    return Batches(items, Source(folder, split, (), rows))
+    return Batches(items, Source(folder, split, (), rows, marks))
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,3 @@ def open_image(path: Path) -> Any:
         ) from error
     except Exception as error:  # of a broken image PIL raises all kinds, down to SyntaxError and struct.error
         raise DataError(f"The image {path} cannot be read: {first_line(error)} Remove it or get it again.") from error
-
-
-def _digest_image(path: Path) -> str:
-    """The digest of an image file, once it is known that the image can be read."""
-    open_image(path)
-    return digest_file(path)
