@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 import secateur as sc
 from secateur.cut import checkpoint
-from secateur.cut.checkpoint import CARD
-from secateur.cut.record import RECORD, read_record
+from secateur.cut.record import CARD, RECORD, read_record
 from secateur.cut.surgery import shrink
 from secateur.files import jsonio
 from secateur.model.shrunk import HINT

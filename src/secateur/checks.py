@@ -66,6 +66,8 @@ def cut_as(selection: Selection | None, data: str) -> dict[str, Any]:
 def check_data(name: str, option: str) -> None:
     """Refuse data that are neither here nor a name that the hub could know; only reading can tell whether the hub does."""
     if os.path.exists(name):
+        if not (os.path.isfile(name) or os.path.isdir(name)):
+            raise DataError(f"{name}, which {option} names, is neither a file nor a folder; data are read from these alone.")
         if not os.access(name, os.R_OK):
             raise DataError(f"Cannot read {name}, which {option} names: permission denied.")
         return

@@ -22,7 +22,7 @@ from secateur.model.loading import Opened
 from secateur.search.choose import provenance
 from secateur.selection import Selection
 from secateur.settings import NONE, Job, make_job
-from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, selection_of_this_run
+from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run
 from secateur.watcher import Watcher
 
 
@@ -54,7 +54,8 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     calibration = calibration_of(opened, job.settings, watcher)
     other = job.judging.data != job.settings.calibration  # of the same data all has been said
     evaluation = evaluation_of(opened, job, watcher if other else None)
-    check_apart(calibration.source, evaluation.source)
+    if remark := check_apart(calibration.source, evaluation.source):
+        watcher.say(remark)
     check_cut(opened, job.cutting, len(calibration))
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
@@ -69,6 +70,7 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
         judgement=record.judgement,
         cutting=job.cutting,
         tokens=job.settings.seq_len,
+        again=True,
         watcher=watcher,
     )
     return PruneResult(selection, record, folder, made)
@@ -85,10 +87,16 @@ def _chosen_and_judged(
         existing = selection_of_this_run(folder / "selection.json", made_with)
         done = _read_record(folder / "evaluation.json", made_with.to_json() | judged_on.to_json())
         if done and existing:
+            if done.judgement.units != existing.units:
+                raise OutputError(
+                    f"{folder / 'selection.json'} and {folder / 'evaluation.json'} are about other units, so that one of them "
+                    "was changed; delete both, and they are made again from the journal."
+                )
             return existing, done
     units = candidate_units(opened.model, job.settings.target, job.settings.group_width)
     started = time.perf_counter()
     with Journal(folder / "journal.jsonl", made_with.to_json()) if folder else nullcontext() as journal:
+        say_unchecked(journal, watcher)
         table_file = folder / "latency.json" if folder else None
         selection = choose(
             opened,

@@ -30,13 +30,15 @@ class Source:
     split: str
     files: tuple[str, ...] = ()  # digests of whole files, where a file is read whole
     rows: tuple[str, ...] = ()  # digests of the single windows or images
+    marks: tuple[str, ...] = ()  # by which the same content is known in another form; none in older files
 
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(" ".join(self.rows).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "split": self.split, "files": list(self.files), "rows": list(self.rows)}
+        fields = {"name": self.name, "split": self.split, "files": list(self.files), "rows": list(self.rows)}
+        return fields | ({"marks": list(self.marks)} if self.marks else {})
 
 
 def paired_damages(base_losses: Sequence[float], masked_losses: Sequence[float]) -> tuple[float, ...]:

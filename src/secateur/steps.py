@@ -14,18 +14,18 @@ from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
     cut_key,
+    finished_cut,
     keep_record,
-    other_cut,
     write_cut,
 )
 from secateur.cut.costs import goal_of
-from secateur.cut.record import CutRecord, read_record
+from secateur.cut.record import CutRecord
 from secateur.data.batches import Batches
 from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import OutputError, SelectionError
 from secateur.files import jsonio
-from secateur.files.journal import Journal, check_same_run
+from secateur.files.journal import UNCHECKED, Journal, check_same_run
 from secateur.files.places import check_record_file
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
@@ -33,8 +33,8 @@ from secateur.measure.judge import judge
 from secateur.measure.memory import disk_bytes, peak_memory
 from secateur.measure.speed import Measurement, check_measure, measure
 from secateur.model.accounting import zeroed_percent
-from secateur.model.families import candidate_units, task_of
-from secateur.model.loading import Opened, load_model, open_model
+from secateur.model.families import candidate_units, check_disjoint, check_group_width, task_of
+from secateur.model.loading import Opened, digest, load_model, open_model
 from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
@@ -43,6 +43,7 @@ from secateur.settings import BUILTIN, FREE, LATENCY, Cutting, Job, Machine, Pro
 from secateur.units import Unit
 from secateur.watcher import Watcher
 
+JUDGED_BY = ("seq_len", "batch_size", "seed", "loss", "documents", "holdout", "dtype")  # of the settings, besides the data
 NEW_TOKENS = 16  # decoded for the measurement
 
 
@@ -55,6 +56,7 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
         settings.model, device=settings.device, dtype=settings.dtype, trust_remote_code=job.machine.trust_remote_code
     )
     opened = replace(opened, loss=loss)
+    check_group_width(opened.model, settings.target, settings.group_width)
     return opened, job.for_task(task_of(opened.model))
 
 
@@ -135,6 +137,7 @@ def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settin
     selection_of_this_run(out, made_with)  # refuses to overwrite another run's
     stem = out.name.removesuffix(".json")
     with Journal(out.with_name(f"{stem}.journal.jsonl"), made_with.to_json()) as journal:
+        say_unchecked(journal, watcher)
         table_file = out.with_name(f"{stem}.latency.json")
         selection = choose(
             opened, calibration, job.settings, machine=job.machine, journal=journal, table_file=table_file, watcher=watcher
@@ -142,6 +145,12 @@ def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settin
     selection.save(out)
     files = tuple(path for path in (out, journal.path) if path.exists())
     return Chosen(selection, zeroed_percent(opened.model, selection.units), files)
+
+
+def say_unchecked(journal: Journal | None, watcher: Watcher) -> None:
+    """Tell the user if the journal that is continued has no checksums."""
+    if journal and not journal.checked:
+        watcher.say(UNCHECKED.format(journal.path))
 
 
 def selection_of_this_run(path: Path, made_with: Provenance) -> Selection | None:
@@ -158,17 +167,24 @@ def selection_of_this_run(path: Path, made_with: Provenance) -> Selection | None
 
 def check_selection(opened: Opened, selection: Selection) -> None:
     """Refuse a selection that was made for another model."""
-    if selection.made_with:
+    if selection.made_with and selection.made_with.model_digest:
         made_with = selection.made_with
-        rounded = made_with.settings.dtype != opened.dtype
-        length = 8 if rounded else None  # another dtype rounds the weights: then only names and shapes can be compared
-        if made_with.model_digest and made_with.model_digest[:length] != opened.digest[:length]:
+        digest_here = _digest_in(opened, made_with.settings.dtype)
+        if made_with.model_digest != digest_here:
             raise SelectionError(
                 f"The selection was made for the model {made_with.settings.model!r} (digest {made_with.model_digest}), and "
-                f"{opened.name!r} is another one (digest {opened.digest}); give the model it was made for."
+                f"{opened.name!r} is another one (digest {digest_here}); give the model it was made for."
             )
+    check_disjoint(opened.model, selection.units)
     with zeroed(opened.model, selection.units):
         pass  # units that the model does not have are refused here
+
+
+def _digest_in(opened: Opened, dtype: str) -> str:
+    """The digest of the model's weights in a dtype: another one rounds them, so that they are read again."""
+    if dtype == opened.dtype:
+        return opened.digest
+    return digest(load_model(opened.name, device="cpu", dtype=dtype, trust_remote_code=opened.trust_remote_code))
 
 
 # Judge
@@ -182,10 +198,11 @@ class Evaluated:
     selection: str | None
     data: str
     dense: Evaluation
+    judging: dict[str, Any]  # the settings that decide the numbers, as asked for; None where they are left to the task
     judgement: Judgement | None = None
 
     def to_json(self) -> dict[str, Any]:
-        about = {"model": self.model, "selection": self.selection, "data": self.data}
+        about = {"model": self.model, "selection": self.selection, "data": self.data, "judging": self.judging}
         return about | (self.judgement.to_json() if self.judgement else {"dense": self.dense.to_json()})
 
 
@@ -207,7 +224,9 @@ def evaluate_on(
     job = make_job(model, **{"calibration": data} | cut_as(chosen, data) | settings)
     check_evaluate(job, out)
     data = job.judging.data or job.settings.calibration
+    asked = {name: getattr(job.settings, name) for name in JUDGED_BY}
     about: dict[str, Any] = {"model": model, "selection": str(selection) if selection else None, "data": data}
+    about["judging"] = asked | {"size": job.judging.size, "max_batches": job.judging.max_batches}
     if out:
         check_record_file(out, about)
     opened, job = open_job(job, watcher)
@@ -240,25 +259,26 @@ def cut(
     judgement: Judgement | None = None,
     cutting: Cutting | None = None,
     tokens: int = 128,
+    again: bool = False,
     watcher: Watcher | None = None,
 ) -> CutRecord:
     """Write the model without the selected units to `out`, proved equal to the zeroed one; return what secateur.json holds.
 
     `calibration` proves and repairs, `evaluation` judges the checkpoint as it is read back, and `judgement` is what is known of
-    the dense and the zeroed model. Called again after it was stopped, it goes on.
+    the dense and the zeroed model. Called again after it was stopped, it goes on. A finished model whose files were changed is
+    an error, or with `again` cut again.
 
     >>> cut(open_model("gpt2"), selection, "small/", calibration=batches)
     """
     watcher, cutting, folder = watcher or Watcher(), cutting or Cutting(), Path(out)
     cutting.check()
-    record, small = read_record(folder), None
+    small = None
+    record = finished_cut(folder, cut_key(opened, selection, layout, cutting), again=again, watcher=watcher)
     if record is None:
         record, small = write_cut(
             opened, selection, folder, calibration=calibration, layout=layout, cutting=cutting, watcher=watcher
         )
         small = _as_opened(small, opened)
-    elif record.key != cut_key(opened, selection, layout, cutting):
-        raise other_cut(folder)
     before = record
     if evaluation is not None and not record.shrunk:
         watcher.stage("evaluating the checkpoint")

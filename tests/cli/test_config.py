@@ -40,7 +40,7 @@ def test_what_is_typed_wins_over_the_file_even_where_it_is_the_default(world: Wo
         "select",
         world.text_model,
         "--config",
-        written(tmp_path / "other.toml", as_toml(seed=7, target="mlp")),
+        written(tmp_path / "other.toml", as_toml(seed=7, target="mlp", group_width=4)),
         "--calibration",
         world.text,
         "--seq-len",

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from secateur.cut.checkpoint import CARD, check_cut_place, load_shrunk, refuse_model, save_shrunk
-from secateur.cut.record import RECORD
+from secateur.cut.checkpoint import check_cut_place, load_shrunk, refuse_model, save_shrunk
+from secateur.cut.record import CARD, RECORD
 from secateur.cut.surgery import shrink
 from secateur.errors import ModelError, OutputError, ProofError, SecateurError
 from secateur.model.families import anatomy, candidate_units, task_of
@@ -187,7 +187,9 @@ def test_tokenizer_generation_config_record_and_card_go_along() -> None:
     again, tokenizer = load("small", device="cpu")
     assert tokenizer("the cat")["input_ids"] == tiny_tokenizer()("the cat")["input_ids"]
     assert again.generation_config.max_new_tokens == 7  # type: ignore[union-attr]
-    assert json.loads(Path("small", RECORD).read_text()) == {"format": 1, "model": "m"}
+    record = json.loads(Path("small", RECORD).read_text())
+    assert set(record.pop("files")) == {path.name for path in Path("small").iterdir()} - {RECORD, CARD}
+    assert record == {"format": 1, "model": "m"}
     assert Path("small", CARD).read_text() == "# Card\n"
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterable
 from multiprocessing import active_children
 from pathlib import Path
@@ -150,6 +151,34 @@ def test_a_ray_address_where_nobody_answers_is_one_sentence(world: World, tmp_pa
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 2 and "127.0.0.1:1" in ran.stderr and "Ray" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def trap(folder: Path) -> Path:
+    """A folder with modules that are named like Python's and torch's, and that leave a file if one imports them."""
+    folder.mkdir()
+    for name in ("pickle", "torch", "transformers"):
+        (folder / f"{name}.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
+    return folder
+
+
+@pytest.mark.parametrize("where", [["--workers", "1"], pytest.param(["--ray", "local"], marks=pytest.mark.slow)], ids=str)
+def test_no_worker_runs_code_from_the_folder_in_which_the_command_is_started(
+    where: list[str], world: World, tmp_path: Path
+) -> None:
+    if "--ray" in where:
+        pytest.importorskip("ray", reason="the extra ray is not installed")
+    only = '[[table]]\nnumber = "4"\nmethods = ["magnitude"]\n'
+    grid = write_grid(world, tmp_path, change=lambda text: text.split("[[table]]")[0] + only)
+    # As pip's script `secateur` does it: the folder of the script is where Python looks first, not the working directory.
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "secateur"
+    script.write_text("from secateur.cli.app import main\nif __name__ == '__main__':\n    main()\n")
+    folder = trap(tmp_path / "trap")
+    command = [sys.executable, str(script), "grid", str(grid), "-o", str(tmp_path / "store"), "--json", *where]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+    assert [path.name for path in folder.glob("*.ran")] == []
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == {"done": 1, "failed": 0, "left": 0, "problems": []}
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_a_journal_changes_nothing_and_holds_the_settings_and_every_pull(policy:
     selection = run(path, policy=policy, meter=FakeMeter(DAMAGES))
     assert selection == plain(policy)
     header, *records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({record.pop("checksum") for record in (header, *records)}) == 1 + len(records)
     assert header == {"settings": {**SETTINGS, "shape": [2, 3]}}
     assert records == json.loads(written(selection))["trace"]
 

@@ -274,7 +274,7 @@ def bench(
 ) -> None:
     """Measure how fast damage is measured on this machine, against calling the model twice for every measurement."""
     if json_file:
-        check_file(json_file, "bench.json")
+        check_file(json_file, "bench.json", holds="rows")
     from secateur.measure.bench import DEFAULT_MODELS, bench as bench_models, markdown
 
     with Bars() as watcher:

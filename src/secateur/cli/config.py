@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from secateur.errors import SettingError, first_line, not_one_of
+from secateur.files import jsonio
 from secateur.settings import check_type
 
 
@@ -35,11 +36,10 @@ def read_config(path: Path, allowed: Collection[str]) -> dict[str, Any]:
 
 def _read_table(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(jsonio.read_text(path))
     except OSError as error:
         raise SettingError(f"Cannot read the settings in {path}: {error.strerror or error}.") from error
-    except ValueError as error:  # no TOML, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no TOML, or no UTF-8
         raise SettingError(f"{path} does not hold settings as TOML: {first_line(error)}") from error
 
 

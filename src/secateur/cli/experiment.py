@@ -15,6 +15,7 @@ from secateur.cli.display import GridBars, stderr, stdout
 from secateur.cli.options import AsJson, takes
 from secateur.errors import SettingError, not_one_of
 from secateur.files import jsonio
+from secateur.files.places import check_folder
 from secateur.methods import METHODS, label
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def grid(
         stdout.print(f"{result.done} runs done, {result.failed} failed, {result.left} left. Records: {out / 'results.jsonl'}")
     for problem in result.problems:
         stderr.print(f"error: {problem}")
-    if result.problems:
+    if result.failed and not result.done:
+        stderr.print(f"error: All {result.failed} runs failed; their records say why: {out / 'results.jsonl'}.")
+    if result.problems or (result.failed and not result.done):
         raise typer.Exit(2)
 
 
@@ -178,6 +181,8 @@ def tables(
     beside_paper: Annotated[bool, typer.Option("--beside-paper", help="The paper's row below each of ours.")] = False,
 ) -> None:
     """The paper's tables, from the records of a store."""
+    if out is not None:
+        check_folder(out)
     from secateur.experiment.store import read_tables
     from secateur.experiment.tables import FORMS, markdown, render
 
@@ -202,6 +207,7 @@ def figures(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the pictures.", show_default=False)],
 ) -> None:
     """The paper's figures, from the records of a store, as SVG and PNG."""
+    check_folder(out)
     from secateur.experiment.figures import draw
     from secateur.experiment.store import read_tables
 

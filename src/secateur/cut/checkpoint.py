@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from secateur.cut.proof import prove
-from secateur.cut.record import FORMAT, RECORD, CutRecord, model_card, read_record
+from secateur.cut.record import CARD, FORMAT, RECORD, CutRecord, changed_files, model_card, read_record, written_files
 from secateur.cut.repair import check_repairable, repair as repair_model
 from secateur.cut.surgery import shrink
 from secateur.errors import ModelError, OutputError, ProofError, SelectionError, first_line
@@ -33,8 +33,8 @@ from secateur.selection import Selection
 from secateur.settings import FREE, UNIFORM, Cutting
 from secateur.watcher import Watcher
 
-CARD = "README.md"
 PROOF_BATCHES = 2
+ASIDE = ".changed"  # after the name of a file that is kept in place of being overwritten
 
 
 def save_shrunk(
@@ -75,7 +75,9 @@ def save_shrunk(
                 processor.save_pretrained(staging)
             if sentence_folder is not None:
                 _copy_sentence_modules(Path(sentence_folder), staging)
-        (staging / RECORD).write_text(jsonio.dumps({"format": FORMAT, **(record or {})}, indent=1) + "\n", encoding="utf-8")
+        files = {name: file.to_json() for name, file in written_files(staging).items()}
+        fields = {"format": FORMAT, **(record or {}), "files": files}
+        (staging / RECORD).write_text(jsonio.dumps(fields, indent=1) + "\n", encoding="utf-8")
         (staging / CARD).write_text(card or f"# {place.name}\n\nA model pruned with Secateur.\n", encoding="utf-8")
         reloaded = _read_back(small, staging)
     return reloaded
@@ -157,7 +159,40 @@ def write_cut(
         sentence_folder=opened.name if sentence_modules(opened.name) else None,
         max_shard_size=cutting.max_shard_size,
     )
-    return record, reloaded
+    return read_record(folder) or record, reloaded
+
+
+def finished_cut(folder: Path, key: str, *, again: bool, watcher: Watcher) -> CutRecord | None:
+    """The record of the cut with this key, if its files are as they were written; another cut is an error.
+
+    If files are missing, the rest is removed, so that the cut can be made again: None. So it is with `again` if files were
+    changed; these are kept under another name. Otherwise that is an error.
+    """
+    record = read_record(folder)
+    if record is None:
+        return None
+    if record.key != key:
+        raise other_cut(folder)
+    changed = changed_files(folder, record)
+    if not changed:
+        return record
+    names = ", ".join(changed)
+    aside = [name for name, there in changed.items() if there]
+    if aside and not again:
+        raise OutputError(
+            f"{folder} holds the model of this cut, but not as it was written ({names}); move it away, or choose another place "
+            "with -o."
+        )
+    card = folder / CARD
+    if card.is_file() and card.read_bytes() != model_card(record).encode():
+        aside.append(CARD)
+    for name in aside:
+        os.replace(folder / name, folder / f"{name}{ASIDE}")
+    for name in (*record.files, RECORD, CARD):
+        (folder / name).unlink(missing_ok=True)
+    kept = f" What was there is kept as {', '.join(f'{name}{ASIDE}' for name in aside)}." if aside else ""
+    watcher.say(f"The model in {folder} is not as it was written ({names}), so that it is cut again.{kept}")
+    return None
 
 
 def keep_record(folder: Path, record: CutRecord) -> None:
@@ -210,6 +245,7 @@ def _not_overwritten(path: Path) -> OutputError:
 def _staging_folder(place: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into; when the block ends without an error, its files move to `place`.
 
+    The record moves first: it says which files belong to the model, so that one of which some are missing is known for one.
     config.json moves last: a folder without it does not load.
     """
     from safetensors import SafetensorError
@@ -225,7 +261,7 @@ def _staging_folder(place: Path) -> Iterator[Path]:
             yield staging
             for weights in staging.glob("*.safetensors"):
                 shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
-            order = {RECORD: 1, "config.json": 2}
+            order = {RECORD: -1, "config.json": 1}
             files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
             for path in files:
                 if (place / path.name).exists():

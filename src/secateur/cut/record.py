@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from secateur.settings import UNIFORM, Provenance
 from secateur.tasks import TASKS
 from secateur.units import KINDS, Unit
 
-RECORD = "secateur.json"
+RECORD, CARD = "secateur.json", "README.md"
 FORMAT = 1  # the version of secateur.json
 FIGURES = {
     "loss": "loss",
@@ -37,6 +38,17 @@ WORKLOADS = {
     "encode": "ms for texts",
     "forward": "images a second",
 }
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written."""
+
+    bytes: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class CutRecord:
     zeroed: Evaluation | None = None  # files call it "masked"
     data: str | None = None  # the evaluation data
     measurement: Measurement | None = None
+    files: dict[str, Written] = field(default_factory=dict)  # by path; none in records that an earlier version wrote
 
     def to_json(self) -> dict[str, Any]:
         about = ("key", "model", "model_digest", "family", "task", "layout", "dense_params", "params")
@@ -87,13 +100,15 @@ class CutRecord:
             parts["data"] = self.data
         if self.measurement:
             parts["measurement"] = self.measurement.to_json()
+        if self.files:
+            parts["files"] = {name: file.to_json() for name, file in self.files.items()}
         return parts
 
 
 def read_record(folder: Path) -> CutRecord | None:
     """The record of the model in a folder; None if the folder holds no model with a record."""
     path = folder / RECORD
-    if not path.exists() or not (folder / "config.json").exists():
+    if not path.exists():
         return None
     try:
         fields = jsonio.read(path)
@@ -103,9 +118,38 @@ def read_record(folder: Path) -> CutRecord | None:
         known = {name: value for name, value in fields.items() if name != "settings"}
         known |= {"zeroed": fields["masked"]} if "masked" in fields else {}
         record = jsonio.decode(known, CutRecord)
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in record.files):
+            raise ValueError("it names a file outside its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not (folder / "config.json").exists():
+            return None
         raise OutputError(f"{path} is not a record of Secateur's, or is damaged; move it away or choose another -o.") from error
+    if not record.files and not (folder / "config.json").exists():
+        return None  # an earlier version wrote config.json last, and no digests
     return replace(record, made_with=made_with)
+
+
+def written_files(folder: Path) -> dict[str, Written]:
+    """The size and the digest of each file of a model; not of the record and the card, which are written again later."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (RECORD, CARD))
+    return {path.relative_to(folder).as_posix(): _written(path) for path in paths}
+
+
+def _written(path: Path) -> Written:
+    with open(path, "rb") as file:
+        return Written(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def changed_files(folder: Path, record: CutRecord) -> dict[str, bool]:
+    """The files of a model that are not as they were written, each with whether it is there at all."""
+    changed = {}
+    for name, file in record.files.items():
+        path = folder / name
+        if not path.is_file():
+            changed[name] = False
+        elif path.stat().st_size != file.bytes or _written(path) != file:
+            changed[name] = True
+    return changed
 
 
 def model_card(record: CutRecord) -> str:

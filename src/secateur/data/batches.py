@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
+from secateur.data.overlap import shared_content
 from secateur.errors import DataError, SettingError
 from secateur.model.losses import Batch
 from secateur.selection import Source
 
+MOST_SHARED = 0.1  # of the evaluation data, that the calibration data may hold in another form
+WORTH_SAYING = 0.02
 SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}  # split -> its possible names, preferred first
 
 
@@ -35,8 +38,8 @@ class Batches(Sequence[Batch]):
         return self.items[index]
 
 
-def check_apart(calibration: Source, evaluation: Source) -> None:
-    """Refuse evaluation data that overlap the calibration data."""
+def check_apart(calibration: Source, evaluation: Source) -> str:
+    """Refuse evaluation data that overlap the calibration data; gives a sentence if a small share does in another form."""
     shared = set(calibration.rows) & set(evaluation.rows)
     same_file = any(_overlap(one, other) for one in calibration.files for other in evaluation.files)
     all_shared = same_file or len(shared) == len(evaluation.rows)
@@ -56,6 +59,20 @@ def check_apart(calibration: Source, evaluation: Source) -> None:
             f"The evaluation data {evaluation.name!r} ({evaluation.split}) overlaps the data that chose the units ({overlap} "
             f"{calibration.name!r}); give another file or split with --data or --calibration."
         )
+    share, same_pixels = shared_content(calibration.marks, evaluation.marks)
+    if share > MOST_SHARED or same_pixels:
+        what = (
+            f"{share:.0%} of it is, in another form," if share > MOST_SHARED else "it has images with the same pixels as some"
+        )
+        raise DataError(
+            f"The evaluation data {evaluation.name!r} ({evaluation.split}) overlaps the data that chose the units ({what} in "
+            f"{calibration.name!r}, and at most {MOST_SHARED:.0%} may be alike); give other data with --data or --calibration."
+        )
+    if share >= WORTH_SAYING:
+        return (
+            f"{share:.0%} of the evaluation data {evaluation.name!r} are also in {calibration.name!r}, which chose the units."
+        )
+    return ""
 
 
 def has_splits(name: str) -> DataError:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from secateur.data.batches import Batches, check_counts, digest, digest_file, has_splits, part_of
+from secateur.data.overlap import text_marks
 from secateur.data.texts import documents_of, is_held_out, split_files, too_few, windows
 from secateur.errors import DataError, MissingExtra, SettingError, first_line
 from secateur.model.losses import IGNORED
@@ -77,7 +78,7 @@ def masked_batches(
         masked.append(
             row | {"input_ids": [tokenizer.mask_token_id if i in hidden else t for i, t in enumerate(ids)], "labels": labels}
         )
-    source = Source(name, split, text.files, _row_digests(rows))
+    source = Source(name, split, text.files, _row_digests(rows), text_marks(row["input_ids"] for row in rows))
     return Batches(_items(masked, tokenizer, batch_size), source, text.note, text.joined)
 
 
@@ -104,7 +105,8 @@ def example_batches(
         rows = [row | {"labels": _class(example, classes, name)} for row, example in zip(rows, taken, strict=True)]
     if not rows:
         raise too_few(name, split, seq_len, separate=True, held_out=holdout is not None)
-    return Batches(_items(rows, tokenizer, batch_size), Source(name, split, files, _row_digests(rows)))
+    source = Source(name, split, files, _row_digests(rows), text_marks(row["input_ids"] for row in rows))
+    return Batches(_items(rows, tokenizer, batch_size), source)
 
 
 def _tokenised(examples: Iterable[Example], tokenizer: Any, seq_len: int) -> Iterator[dict[str, Any]]:

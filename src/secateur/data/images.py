@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 from secateur.data.batches import SPLITS, Batches, check_counts, digest_file, has_splits
-from secateur.errors import DataError
+from secateur.data.overlap import image_mark
+from secateur.errors import DataError, first_line
 from secateur.model.losses import Batch
 from secateur.selection import Source
 from secateur.streams import DATA, stream
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif")
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "BMP",
+    "GIF",
+)  # by content; PIL knows others, some of which start a program such as Ghostscript
+MOST_PIXELS = 100_000_000  # of one image
 IMAGENET = Path(__file__).with_name("imagenet.txt")  # WordNet ids and names of the 1000 classes
 
 
@@ -54,9 +63,10 @@ def image_batches(
             raise DataError(f"The image folder {folder} has one image a class, of which no share can be held out.")
     order = stream(seed, DATA).permutation(len(labelled))[:limit]
     chosen = [labelled[i] for i in order]
-    rows = tuple(_digest_image(path) for path, _ in chosen)
+    marks = tuple(image_mark(open_image(path)) for path, _ in chosen)  # shows, too, that each can be read
+    rows = tuple(digest_file(path) for path, _ in chosen)
     items = ImageItems([chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)], preprocess, keep)
-    return Batches(items, Source(folder, split, (), rows))
+    return Batches(items, Source(folder, split, (), rows, marks))
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class ImageItems(Sequence[Batch]):
         if index in self.kept:
             return self.kept[index]
         group = self.groups[index]
-        batch = {"pixel_values": self.preprocess([_open_image(path) for path, _ in group])}
+        batch = {"pixel_values": self.preprocess([open_image(path) for path, _ in group])}
         labels = [label for _, label in group if label is not None]
         batch |= {"labels": torch.tensor(labels)} if labels else {}
         if self.keep:
@@ -113,7 +123,7 @@ def _image_files(root: Path) -> list[tuple[Path, int | None]]:
 
 
 def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+    return file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".") and file.is_file()
 
 
 def _labelled_files(root: Path, classes: Sequence[str]) -> list[tuple[Path, int | None]]:
@@ -179,18 +189,20 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", " ", name).strip().lower()
 
 
-def _open_image(path: Path) -> Any:
-    from PIL import Image
+def open_image(path: Path) -> Any:
+    """The image in a file, in RGB; a file of another format than FORMATS is refused, whatever its name says."""
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels, and at most {MOST_PIXELS:,} are read")
             # PIL asks to convert a palette with transparent colours to RGBA first.
             return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
-        raise DataError(f"The image {path} cannot be read: {error}. Remove it or get it again.") from error
-
-
-def _digest_image(path: Path) -> str:
-    """The digest of an image file, once it is known that the image can be read."""
-    _open_image(path)
-    return digest_file(path)
+    except UnidentifiedImageError as error:
+        kinds = ", ".join(FORMATS)
+        raise DataError(
+            f"The image {path} cannot be read: it is damaged, or none of {kinds}. Remove it or get it again."
+        ) from error
+    except Exception as error:  # of a broken image PIL raises all kinds, down to SyntaxError and struct.error
+        raise DataError(f"The image {path} cannot be read: {first_line(error)} Remove it or get it again.") from error

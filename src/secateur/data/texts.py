@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from secateur.data.batches import SPLITS, Batches, check_counts, digest, digest_file, has_splits, part_of
+from secateur.data.overlap import text_marks
 from secateur.errors import DataError, MissingExtra, SettingError, first_line, not_one_of
 from secateur.model.loading import asking_hub
 from secateur.model.losses import IGNORED
@@ -79,7 +80,8 @@ def text_batches(
         rows = [_row(window, seq_len) for window in cut]
     if not rows:
         raise too_few(name, split, seq_len, separate=text.separate, held_out=holdout is not None)
-    source = Source(name, split, text.files, tuple(_digest_row(row) for row in rows))
+    marks = text_marks(row["input_ids"][row["labels"] != IGNORED].tolist() for row in rows)
+    source = Source(name, split, text.files, tuple(_digest_row(row) for row in rows), marks)
     items = [
         {key: torch.stack([row[key] for row in rows[i : i + batch_size]]) for key in rows[0]}
         for i in range(0, len(rows), batch_size)

@@ -145,10 +145,10 @@ def read_grid(path: Path) -> Grid:
     >>> read_grid(Path("runs/table9.toml")).runs
     """
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = tomllib.loads(jsonio.read_text(path))
     except OSError as error:
         raise SettingError(f"Cannot read the grid {path}: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingError(f"The grid {path} is not valid TOML: {first_line(error)}") from error
     try:
         return _grid(path.stem, fields)

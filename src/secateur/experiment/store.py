@@ -140,7 +140,7 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
 def read_store(folder: Path, say: Say = lambda sentence: None) -> tuple[dict[str, Record], list[Plan]]:
     """A store's records by key, and its plans in the order of their names; works while a grid is writing."""
     try:
-        data = (folder / RECORDS).read_bytes()
+        data = jsonio.read_bytes(folder / RECORDS)
         plans = [_read_plan(path) for path in sorted((folder / PLANS).glob("*.json"))]
     except FileNotFoundError as error:
         raise StoreError(

@@ -245,7 +245,8 @@ class _Process:
         context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         self.connection, worker_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(WORK, worker_end), daemon=True)
-        self._process.start()
+        with _safe_path():
+            self._process.start()
         worker_end.close()
 
     def stop(self) -> int | None:
@@ -256,6 +257,23 @@ class _Process:
             self._process.kill()
             self._process.join()
         return self._process.exitcode
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """While the block lasts, Python processes that start import nothing from the working directory, as with `python -P`.
+
+    They are started with `python -c`, which would look for the standard library there first.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _serve(work: str, connection: Connection) -> None:
@@ -289,10 +307,11 @@ class _Cluster:
         share = min(1.0, where.gpus) if where.gpus else 1 / max(slots)  # of the memory of a GPU or of a machine
         self.part = Part(where.threads or max(1, int(where.cpus)), share)
         self._actor = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(_Actor)
+        self._folder = os.getcwd() if where.ray == LOCAL else ""
 
     def start(self) -> tuple[Any, Any]:
         worker = self._actor.remote()
-        return worker, worker.ready.remote()
+        return worker, worker.ready.remote(self._folder)
 
     def give(self, worker: Any, task: Task) -> Any:
         return worker.perform.remote(WORK, task, self.part)
@@ -313,7 +332,10 @@ class _Cluster:
 
 
 class _Actor:
-    def ready(self) -> Outcome:
+    def ready(self, folder: str) -> Outcome:
+        """Go to the driver's folder, if it is on this machine: relative paths of models and data begin there."""
+        if folder:
+            os.chdir(folder)
         return Outcome()
 
     def perform(self, work: str, task: Task, part: Part) -> Outcome:
@@ -328,11 +350,14 @@ def _connect(address: str) -> Any:
     except ImportError as error:
         raise MissingExtra("ray", "ray", "Running a grid on a Ray cluster") from error
     try:
-        if address == LOCAL:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        else:
+        if address != LOCAL:
             _check_reachable(address)
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        # Ray lets its workers import from the folder in which it is started; in the root only an administrator can put files.
+        with contextlib.chdir(os.path.abspath(os.sep)):
+            if address == LOCAL:
+                ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            else:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (RuntimeError, ValueError, OSError) as error:
         raise SettingError(
             f"No Ray cluster answers at {address!r}: {first_line(error)} Start one with `ray start --head`, or use --ray local."

@@ -2,12 +2,14 @@
 
 One JSON object per line. The first line is written with the first pull and holds the run's settings; a journal with other
 settings belongs to another run and is refused. A torn last line (the process died while writing it) is cut off. Only one run
-at a time can open a journal.
+at a time can open a journal. Each line ends with a checksum of itself and of the line before, so that no changed, lost or
+exchanged line is believed; a journal from before there were checksums has none, and goes on without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,9 @@ from typing import Any
 from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.files.lines import Lines
+
+CHECKSUM = "checksum"  # the last field of a line
+UNCHECKED = "The journal {} is from before its lines had checksums: a change of it would not be noticed."
 
 
 class Journal:
@@ -30,6 +35,8 @@ class Journal:
         self._new_folder = not path.parent.exists()
         self._lines = Lines(path, f"Another run is writing {path} right now; wait for it, or choose another place with -o.")
         self._header: dict[str, Any] | None = None  # written with the first pull
+        self._last = ""  # the checksum of the last line
+        self.checked = True  # whether the lines have checksums
         try:
             self._records = self._read(settings)
         except BaseException:
@@ -75,25 +82,49 @@ class Journal:
     def append(self, record: dict[str, Any]) -> None:
         """Write a pull; the first one is preceded by the settings."""
         records, self._header = [record] if self._header is None else [self._header, record], None
-        self._lines.append(records)
+        self._lines.append([self._sealed(record) for record in records])
+
+    def _sealed(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The record with its checksum, which the next one continues."""
+        if not self.checked:
+            return record
+        self._last = hashlib.sha256((self._last + jsonio.dumps(record)).encode()).hexdigest()[:16]
+        return {**record, CHECKSUM: self._last}
 
     def _read(self, settings: dict[str, Any]) -> list[Any]:
         lines, torn = self._lines.read()
         try:
-            if not lines and jsonio.dumps({"settings": settings}).encode().startswith(torn):
+            first = jsonio.dumps(self._sealed({"settings": settings})).encode()
+            self._last = ""
+            if not lines and first.startswith(torn):
                 self._lines.drop(torn)  # a new journal, or the run died while writing the first line
                 self._header = {"settings": settings}
                 return []
             header, *records = [json.loads(line) for line in lines]
             recorded = dict(header["settings"])
-        except (ValueError, TypeError, KeyError) as error:
+            self.checked = any(isinstance(record, dict) and CHECKSUM in record for record in (header, *records))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise OutputError(
                 f"{self.path} is not a journal written by Secateur, or is damaged; move it away or choose another -o."
             ) from error
         check_same_run(self.path, recorded, settings)
+        self._check_sums(lines, [header, *records])
         if torn:
             self._lines.drop(torn)
         return records
+
+    def _check_sums(self, lines: list[bytes], records: list[Any]) -> None:
+        """Refuse a line that is not, to the byte, what was written after the line before; takes the checksums off."""
+        if not self.checked:
+            return
+        for number, (line, record) in enumerate(zip(lines, records, strict=True), 1):
+            if isinstance(record, dict):
+                record.pop(CHECKSUM, None)
+            if not isinstance(record, dict) or jsonio.dumps(self._sealed(record)).encode() != line:
+                raise OutputError(
+                    f"Line {number} of {self.path} is not as it was written, or one before it is missing: its checksum does "
+                    "not fit. Undo the change, or delete the file to start again."
+                )
 
 
 def check_same_run(path: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,9 +52,26 @@ def decode(fields: Any, kind: type[T]) -> T:
 def read(path: Path) -> Any:
     """The content of a JSON file. Raises OSError if the file cannot be read, ValueError if it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file; an OSError for anything else."""
+    return read_bytes(path).decode("utf-8")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file; an OSError for anything else, since a device or a pipe may never end."""
+    if is_special(path):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.read_bytes()
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path is there and is neither a regular file nor a folder, nor a link to one: a device, a pipe, a socket."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
@@ -75,19 +94,33 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a temporary file, then rename it: a reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{os.getpid()}.part")
+    """Write a temporary file, then rename it: a reader sees the old file or the new one, never half of it.
+
+    All files but checkpoints and journals are written here. A symbolic link stays, and the file that it leads to is replaced.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        refuse_special(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # x: a link that someone else put there is not followed
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise cannot_write(path, error) from error
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse to write to a device, a pipe or a socket: a rename would replace it."""
+    if is_special(path):
+        raise OutputError(f"{path} is not a regular file, and is not overwritten; choose another place with -o.")
 
 
 def cannot_write(path: Path, error: OSError) -> OutputError:

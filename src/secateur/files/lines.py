@@ -21,6 +21,7 @@ class Lines:
 
     def __init__(self, path: Path, busy: str) -> None:
         self.path = path
+        jsonio.refuse_special(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b")  # noqa: SIM115 - closed by close()

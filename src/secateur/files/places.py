@@ -21,11 +21,17 @@ def check_folder(path: Path) -> None:
         raise OutputError(f"Cannot write to {path}: {existing} is not a writable folder. Choose another place.")
 
 
-def check_file(path: Path, example: str) -> None:
-    """Refuse a path that is a folder, or whose folder cannot be written; `example` is the file name to suggest."""
+def check_file(path: Path, example: str, holds: str = "") -> None:
+    """Refuse a path that is a folder or a device, or whose folder cannot be written; `example` is the file name to suggest.
+
+    With `holds`, a file that is there must be a JSON object with this field, else it is not ours to replace.
+    """
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name the file to write, such as {path / example}.")
+    jsonio.refuse_special(path)
     check_folder(path.absolute().parent)
+    if holds and path.exists() and not _has(path, holds):
+        raise _something_else(path)
 
 
 def check_record_file(path: Path, about: dict[str, Any]) -> None:
@@ -37,4 +43,16 @@ def check_record_file(path: Path, about: dict[str, Any]) -> None:
     except (OSError, ValueError, AttributeError):
         matches = False
     if not matches:
-        raise OutputError(f"{path} holds something else and is not overwritten; choose another place with -o.")
+        raise _something_else(path)
+
+
+def _has(path: Path, name: str) -> bool:
+    try:
+        fields = jsonio.read(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and name in fields
+
+
+def _something_else(path: Path) -> OutputError:
+    return OutputError(f"{path} holds something else and is not overwritten; choose another place with -o.")

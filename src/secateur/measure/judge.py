@@ -26,8 +26,8 @@ def judge(
     watcher: Watcher | None = None,
 ) -> Judgement:
     """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already."""
-    if selection.calibration:
-        check_apart(selection.calibration, batches.source)
+    if selection.calibration and (remark := check_apart(selection.calibration, batches.source)) and watcher:
+        watcher.say(remark)
     settings = selection.made_with.settings if selection.made_with else Settings("")
     candidates = len(candidate_units(model, settings.target, settings.group_width))
     return judge_apart(model, selection, batches, candidates=candidates, dense=dense, loss=loss, watcher=watcher)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from secateur.model.families import Layer, anatomy, candidate_units, family_of, layer_of
+from secateur.model.families import Layer, anatomy, candidate_units, check_group_width, family_of, layer_of
 from secateur.model.loading import load_shapes
 from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, n_selected
 
@@ -115,6 +115,7 @@ def inventory(
     """
     model = load_shapes(name, trust_remote_code=trust_remote_code)
     candidates, blocks = candidate_units(model, target, group_width), anatomy(model)
+    check_group_width(model, target, group_width)
     k = n_selected(ratio, len(candidates))
     if target == EXPERT:  # equally many in each block that has some, as cut/costs.py takes them
         k = sum(max(1, round(ratio * block.experts)) for block in blocks if block.experts)

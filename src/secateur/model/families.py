@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
 from secateur.model.shrunk import HEAD_DIMS, counting
 from secateur.tasks import TASKS
-from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, TARGETS, Unit, enumerate_units
 
 SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 
@@ -430,6 +430,27 @@ def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GRO
         target=target,
         group_width=group_width,
     )
+
+
+def check_group_width(model: nn.Module, target: str, group_width: int) -> None:
+    """Refuse groups wider than every MLP of the model: each would be a whole MLP."""
+    widest = max((layer.mlp_width for layer in anatomy(model)), default=0)
+    if MLP in TARGETS[target] and group_width > widest > 0:
+        raise SettingError(
+            f"The group width is {group_width}, but the model's MLPs have {widest} channels, so that a group would be a whole "
+            "MLP; choose a smaller --group-width."
+        )
+
+
+def check_disjoint(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Refuse units of which one is a part of another, such as a head and its K/V group: they would count twice."""
+    layers, taken = anatomy(model), dict[tuple[int, str, int], Unit]()
+    for unit in units:
+        for part in layer_of(layers, unit).ranges(unit):
+            for channel in part.channels:
+                other = taken.setdefault((unit.layer, part.side, channel), unit)
+                if other != unit:
+                    raise SelectionError(f"The units {other} and {unit} overlap: take one of them out of the selection.")
 
 
 def layer_of(layers: Sequence[Layer], unit: Unit) -> Layer:

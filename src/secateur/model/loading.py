@@ -17,7 +17,7 @@ import shlex
 import socket
 import sys
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
+from secateur.files import jsonio
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
 from secateur.tasks import TASKS, TEXT
@@ -35,6 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEVICES = ("cpu", "cuda", "mps")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
+IMPLEMENTATIONS = ("eager", "sdpa", "grouped_mm", "batched_mm")  # of attention and of experts, that need no download
 OLD_POOLING = {  # switches in older sentence-transformers folders; the length of an embedding does not matter here
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean",
@@ -273,7 +275,8 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
         layout = _read_layout(name, config.secateur, getattr(config, "auto_map", None))
         kind = _shrunk_kind(auto, config)
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    with _model_errors(name):
+    with _model_errors(name), _no_pickles(name):
+        _check_weight_files(name, getattr(config, "transformers_weights", None))
         loaded, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
         if info["missing_keys"] and all(key.startswith("pooler.") for key in info["missing_keys"]):
             # A BERT that was saved without its pooler, which embeddings do not need.
@@ -286,7 +289,91 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
     model: nn.Module = loaded
     if layout is not None:
         _check_blocks(name, model, layout)
+    _check_no_more_blocks(name, model, info["unexpected_keys"])
     return model
+
+
+def _check_weight_files(name: str, named: Any) -> None:
+    """Refuse weights that transformers would look for elsewhere than in the model's own safetensors files.
+
+    An index may name any file, an adapter another model; `named` is what the config itself names in place of the usual file.
+    """
+    for index in _files(name, "*.safetensors.index.json", [named] if isinstance(named, str) else []):
+        _shards_of(index)
+    if _files(name, "adapter_config.json"):
+        raise ModelError(
+            f"The model {name} has an adapter (adapter_config.json) that is not part of its weights; merge it with peft's "
+            "merge_and_unload, save the model, and give that folder."
+        )
+
+
+def _files(name: str, pattern: str, more: Sequence[str] = ()) -> list[Path]:
+    """The files of a model that match a pattern, in its folder or on the hub; there the usual name stands for the pattern."""
+    if Path(name).is_dir():
+        return [
+            *Path(name).glob(pattern),
+            *(path for file in more if (path := Path(name) / file).match(pattern) and path.is_file()),
+        ]
+    from transformers.utils.hub import cached_file
+
+    names = [pattern.replace("*", "model"), *(file for file in more if Path(file).match(pattern))]
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = [cached_file(name, file, **quietly) for file in names]
+    return [Path(path) for path in found if path is not None]
+
+
+def _shards_of(index: Path) -> list[str]:
+    """The files that an index of weights names: safetensors in its own folder, or a ModelError."""
+    try:
+        fields = jsonio.read(index)
+        shards = sorted(set(fields["weight_map"].values()))
+        safe = [
+            shard.endswith(".safetensors") and not Path(shard).is_absolute() and ".." not in Path(shard).parts
+            for shard in shards
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights: it has no weight_map from tensors to files.") from error
+    if not all(safe):
+        raise ModelError(
+            f"{index} names {shards[safe.index(False)]!r}, but only safetensors files in its own folder are read; the model is "
+            "not loaded."
+        )
+    return shards
+
+
+@contextlib.contextmanager
+def _no_pickles(name: str) -> Iterator[None]:
+    """While the block lasts, no library can unpickle weights, as transformers and timm do where they find no safetensors."""
+    load = torch.load
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise ModelError(f"The weights of {name} are pickled, and only safetensors are read; convert them, if you trust them.")
+
+    torch.load = refuse
+    try:
+        yield
+    finally:
+        torch.load = load
+
+
+def _check_no_more_blocks(name: str, model: nn.Module, unexpected: Iterable[str]) -> None:
+    """Refuse a checkpoint with more blocks than its config says: the model would be a part of it."""
+    known: dict[str, set[int]] = {}
+    for layer in anatomy(model):
+        parts = layer.name.split(".")
+        for i, part in enumerate(parts):
+            if part.isdecimal():
+                known.setdefault(".".join(parts[:i]), set()).add(int(part))
+    base = getattr(model, "base_model_prefix", "")
+    for key in sorted(unexpected):
+        for form in (key, f"{base}.{key}", key.removeprefix(f"{base}.")):
+            for blocks, numbers in known.items():
+                number = form.removeprefix(f"{blocks}.").partition(".")[0] if form.startswith(f"{blocks}.") else ""
+                if number.isdecimal() and int(number) not in numbers:
+                    raise ModelError(
+                        f"The checkpoint {name} has more blocks than its config.json says: {key} is in none of the model's "
+                        f"{len(numbers)}. Mend the number of layers in the config."
+                    )
 
 
 def _no_weights(name: str, auto: Any) -> str:
@@ -375,11 +462,25 @@ def _config(name: str, trust_remote_code: bool) -> Any:
 
     with _model_errors(name, "config"):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    _check_implementations(name, config)
     tower = getattr(config, "vision_config", None)
     if config.model_type in ("clip", "siglip") and tower is not None:
         tower.architectures = []
         return tower  # of a model for texts and images, the part for images
     return config
+
+
+def _check_implementations(name: str, config: Any) -> None:
+    """Refuse a config that asks for attention or experts computed by code from elsewhere, which transformers would download."""
+    parts = [config, *(part for key in getattr(config, "sub_configs", {}) if (part := getattr(config, key, None)) is not None)]
+    for part in parts:
+        for key in ("_attn_implementation_internal", "_experts_implementation_internal"):
+            asked = getattr(part, key, None)
+            if asked is not None and asked not in IMPLEMENTATIONS:
+                raise ModelError(
+                    f"The config.json in {name} asks for the implementation {asked!r}, which is not one of torch's own "
+                    f"({', '.join(IMPLEMENTATIONS)}) and is not fetched; remove that field."
+                )
 
 
 def _auto_class(config: Any) -> Any:
@@ -436,13 +537,18 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
         import timm
     except ImportError as error:
         raise MissingExtra("timm", "timm", f"The model {name}") from error
+    local = name.startswith(f"{TIMM}local-dir:")
     name, weights = _timm_parts(name)
+    if local and not Path(name).is_dir():
+        raise ModelError(f"There is no folder {name!r}: give one that timm or Secateur wrote.")
     source = name
     if Path(name).is_dir():
         source, weights = f"local-dir:{name}", weights or name  # not read by timm, which would accept a pickle
     try:
-        with asking_hub() if pretrained and not weights else contextlib.nullcontext():
+        with asking_hub() if pretrained and not weights else contextlib.nullcontext(), _no_pickles(name):
             model: nn.Module = timm.create_model(source, pretrained=pretrained and not weights)
+    except ModelError:
+        raise
     except Exception as error:  # timm raises bare RuntimeErrors, and the hub client errors of its own
         raise ModelError(f"timm cannot create the model {name!r}: {first_line(error)}") from error
     fields = _timm_fields(Path(name)).get("secateur")
@@ -460,7 +566,7 @@ def _timm_model(name: str, *, pretrained: bool) -> nn.Module:
 
 def _timm_parts(name: str) -> tuple[str, str]:
     """The architecture or folder that a name starts with, and the path of its weights, empty if it has none."""
-    name = name.removeprefix(TIMM)
+    name = name.removeprefix(TIMM).removeprefix("local-dir:")  # a folder is a folder, with timm's word before it or not
     architecture, _, weights = (name, "", "") if Path(name).is_dir() else name.partition("@")
     return architecture, weights
 

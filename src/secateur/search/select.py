@@ -295,6 +295,9 @@ class _StepSearch:
             pull = jsonio.decode(recorded, Pull)
         except ValueError as error:
             raise self.journal.edited() from error
+        damage = sum(pull.damages) / len(pull.damages)
+        if not (_close(pull.damage, damage) and _close(pull.reward, reward(damage, self.temperature * self.goal.weight(unit)))):
+            raise self.journal.edited()
         self.meter.recall(pull)
         return pull
 
@@ -327,6 +330,11 @@ class _StepSearch:
             broken=int(stats.broken.sum()),
             sure=choice.sure,
         )
+
+
+def _close(recorded: float, value: float) -> bool:
+    """Whether a number is what its losses give, up to the last bits, in which machines differ."""
+    return math.isclose(recorded, value, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(recorded) and math.isnan(value))
 
 
 def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: Goal | None = None) -> Selection:
