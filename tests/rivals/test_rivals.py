@@ -23,9 +23,7 @@ from secateur.model.losses import batch_loss, predict, reference_of
 from secateur.model.zeroing import zeroed
 from secateur.rivals.scores import Fluctuation, ridge
 from secateur.rivals.sets import Cell, Levels, even_levels, evolved, mutated, rearranged
-from secateur.search.goals import Share
 from secateur.search.scores import mask_gradients, unit_scores, unit_set
-from secateur.search.select import select_by_score
 from secateur.streams import SCORES, stream
 from secateur.units import HEAD, KV_GROUP, MLP, Unit
 from tiny import FAMILIES_TINY, GROUP, hook_count, logits_of, loss_without, tiny_batches
@@ -158,16 +156,6 @@ def test_the_fluctuation_of_a_large_constant_is_none_and_small_changes_on_it_are
         seen.add(torch.tensor(piece))
     constant, changing = seen.variance().tolist()
     assert constant < 1e-9 and changing == pytest.approx(values[:, 1].var(ddof=1), rel=1e-2)
-
-
-def test_a_negative_score_counts_the_more_the_more_its_unit_saves() -> None:
-    small, large = Unit(HEAD, 0, 0), Unit(HEAD, 0, 1)
-    goal = Share(
-        "parameters", 0.85, lambda removed: 1 - sum({small: 0.05, large: 0.2}[u] for u in removed), {small: 0.05, large: 0.2}
-    )
-    assert select_by_score({small: -1.0, large: -1.0}, goal=goal).units == (large,)
-    assert select_by_score({small: 1.0, large: 1.0}, goal=goal).units == (large,)
-    assert select_by_score({small: -2.0, large: -1.0}, goal=goal).units == (large,)
 
 
 # LLM-Pruner

@@ -276,8 +276,7 @@ def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: 
     Ties go to the earlier unit, non-finite scores come last.
     """
     goal = goal or _count(ratio, list(scores))
-    # A negative score grows with the cost, so that of two such units the one that saves more goes first.
-    per_cost = {u: score / goal.weight(u) if score > 0 else score * goal.weight(u) for u, score in scores.items()}
+    per_cost = {unit: score / goal.weight(unit) for unit, score in scores.items()}
     selected: list[Unit] = []
     for unit in by_score(list(scores), per_cost):
         if len(selected) >= goal.n_steps(selected):
