@@ -26,6 +26,7 @@ from secateur.measure.evaluate import evaluate
 from secateur.methods import METHODS
 from secateur.model.accounting import total_parameters, zeroed_percent
 from secateur.model.families import anatomy, candidate_units
+from secateur.model.loading import mend_torchvision
 from secateur.model.losses import Batch, batch_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.goals import Count
@@ -52,6 +53,7 @@ def main() -> None:
     ):
         if not (model and data):
             continue
+        mend_torchvision()  # the peers import transformers on their own
         try:
             package = importlib.import_module(registry.replace("-", "_"))
         except ImportError:
