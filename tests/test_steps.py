@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -241,6 +243,19 @@ def test_a_folder_that_lost_its_config_is_not_taken_for_a_finished_cut(world: Wo
         assert str(tmp_path) in str(error)
     else:
         sc.load_shrunk(tmp_path, device="cpu")
+
+
+def test_a_folder_into_which_another_run_writes_is_left_to_it(world: World, tmp_path: Path) -> None:
+    (tmp_path / ".writing-abc").mkdir()
+    lock = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the other run holds it
+        with pytest.raises(sc.OutputError, match="Another run is writing"):
+            cut(world, tmp_path)
+    finally:
+        os.close(lock)
+    assert [path.name for path in tmp_path.iterdir()] == [".writing-abc"]
+    cut(world, tmp_path)
 
 
 def test_what_a_kill_left_of_an_earlier_writing_is_cleared_away(world: World, tmp_path: Path) -> None:

@@ -34,8 +34,13 @@ def not_one_of(what: str, value: str, allowed: Collection[str]) -> SettingError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error message, as a sentence."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of another library's error message, as a sentence; with the next one, if it ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = next((" ".join(lines[: n + 1]) for n in range(len(lines)) if not lines[n].endswith(":")), lines[0].rstrip(":"))
+    if isinstance(error, KeyError):  # whose message is the bare key
+        line = f"{line} is missing, or is no name that is known"
+    elif isinstance(error, IndexError):
+        line = f"something in it is missing ({line})"
     line = line if len(line) <= 240 else line[:237] + "..."
     return line if line.endswith((".", "!", "?")) else line + "."
 

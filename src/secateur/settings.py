@@ -40,6 +40,7 @@ DOCUMENTS = (JOINED, LINES, JSONL)
 REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
 DTYPES = ("float32", "bfloat16", "float16")
 DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
+MOST = 10**9  # of anything that is counted
 OLD_NAMES = {"target_params": "keep_params", "target_flops": "keep_flops", "target_latency": "keep_latency"}
 
 T = TypeVar("T", bound="_Checked")
@@ -48,11 +49,12 @@ T = TypeVar("T", bound="_Checked")
 def _setting(default: Any, section: str, help: str | Callable[[], str], **more: Any) -> Any:
     """A field that a user sets.
 
-    Besides the help line `more` can say: `least` (the smallest value), `share` (it lies between 0 and 1), `choices`, `by_task`
-    (its defaults for texts and for images), `unset` (what files and flags say for None), `recorded` (its name in files),
-    `flag` (its name on the command line and in grids, where that differs), `words` (its name in sentences), `hidden` (it has
-    no option of its own), `added` (files leave it out at its default, so that those written before it was added stay the same),
-    `unless_goal` (the command line passes it on only where the user gave it, for it cannot stand beside a goal).
+    Besides the help line `more` can say: `least` and `most` (the smallest and the largest value; what has a least is a count),
+    `share` (it lies between 0 and 1), `choices`, `by_task` (its defaults for texts and for images), `unset` (what files and
+    flags say for None), `recorded` (its name in files), `flag` (its name on the command line and in grids, where that
+    differs), `words` (its name in sentences), `hidden` (it has no option of its own), `added` (files leave it out at its
+    default, so that those written before it was added stay the same), `unless_goal` (the command line passes it on only where
+    the user gave it, for it cannot stand beside a goal).
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
 
@@ -102,6 +104,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
     words, about = field.metadata.get("words", field.name.replace("_", " ")), field.metadata
     if "least" in about and value < about["least"]:
         raise SettingError(f"The {words} is {value}, but must be at least {about['least']}.")
+    if "least" in about and value > about.get("most", MOST):
+        raise SettingError(f"The {words} is {value}, but must be at most {about.get('most', MOST):,}.")
     if "choices" in about and value not in about["choices"]():
         raise not_one_of(words, value, list(about["choices"]()))
     if "share" in about and not 0 < value < 1:
@@ -135,7 +139,9 @@ class Settings(_Checked):
     ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.", unless_goal=True)
     method: str = _setting("ucb", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
     seed: int = _setting(42, SEARCH, "Same seed and settings, same selection.")
-    pulls_per_step: int = _setting(32, SEARCH, "Paired measurements for each unit removed.")  # T_step; G for greedy
+    pulls_per_step: int = _setting(  # T_step; G for greedy
+        32, SEARCH, "Paired measurements for each unit removed.", least=1, most=10**6
+    )
     batches_per_pull: int = _setting(2, SEARCH, "Calibration batches in a measurement.", least=1)  # b_pull
     batches_per_step: int | None = _setting(
         None,
@@ -145,7 +151,7 @@ class Settings(_Checked):
         unset=0,
     )
     stack: int = _setting(
-        1, MACHINE, "Masked runs per forward pass; may pay on a GPU, see secateur bench --stack.", least=1
+        1, MACHINE, "Masked runs per forward pass; may pay on a GPU, see secateur bench --stack.", least=1, most=2**16
     )  # may change the last digits of a loss, so it is recorded
     temperature: float = _setting(
         0.02, SEARCH, "Scale of the damage: one of this size earns reward 0.27, none earns 0.5."
@@ -185,7 +191,7 @@ class Settings(_Checked):
     )
     seq_len: int = _setting(128, DATA, "Tokens in a text.", least=2)
     batch_size: int | None = _setting(
-        None, DATA, "Texts or images in a batch. [default: 4 texts, 8 images]", least=1, by_task=(4, 8)
+        None, DATA, "Texts or images in a batch. [default: 4 texts, 8 images]", least=1, most=2**20, by_task=(4, 8)
     )
     loss: str | None = _setting(
         None,
@@ -378,9 +384,14 @@ class Machine(_Checked):
         "GiB for kept block outputs; 0 keeps none. Changes the speed, not the result. [default: half of what is free]",
         words="cache memory",
         least=0,
+        most=2**60,
     )  # in bytes; the command line takes GiB
     lanes: int | None = _setting(
-        None, MACHINE, "Runs side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere and with experts]", least=1
+        None,
+        MACHINE,
+        "Runs side by side, sharing the threads. [default: 2 on a CPU, 1 elsewhere and with experts]",
+        least=1,
+        most=256,
     )
     trust_remote_code: bool = _setting(False, MACHINE, "Run code that the checkpoint brings along.")
 
@@ -434,6 +445,8 @@ def make_job(model: str, **settings: Any) -> Job:
             raise not_one_of("setting", name, sorted(keywords()))
         group, field = keywords()[name]
         values[group][field.name] = plain_path(value) if name in ("calibration", "data") and value else value
+    if not model:
+        raise SettingError("The name of the model is empty: give a folder, a hub name, or timm:NAME.")
     values[Settings]["model"] = plain_path(model)
     job = Job(*(group(**values[group]) for group in GROUPS))  # type: ignore[arg-type]
     for part in job:

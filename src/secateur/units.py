@@ -105,6 +105,8 @@ def check_ratio(ratio: float) -> None:
 def n_selected(ratio: float, n_candidates: int) -> int:
     """How many of `n_candidates` units a nominal ratio selects (Eq. 6); halves go to the even number, as Python rounds."""
     check_ratio(ratio)
+    if not n_candidates:
+        raise SettingError("There is nothing to remove: the model has no layers, or no units of this --target.")
     k = max(1, round(ratio * n_candidates))
     if k >= n_candidates:
         raise SettingError(

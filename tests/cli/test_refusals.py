@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import secateur as sc
+from grids import write_grid
 from worlds import FILES, SEQ_LEN, Run, World, check_refused, contents, prune_command, with_config
 
 # Settings
@@ -63,6 +64,12 @@ from worlds import FILES, SEQ_LEN, Run, World, check_refused, contents, prune_co
         ("--calibration", "nosuch", "'nosuch'"),
         ("--data", "nosuch", "'nosuch'"),
         ("--nosuch", "1", "--nosuch"),
+        ("--cache-memory", "1e308", r"cache memory.*1e\+308"),
+        ("--lanes", str(2**31), r"lanes.*2147483648.*\b256\b"),
+        ("--pulls-per-step", "1000000000", r"pulls per step.*1000000000.*1,000,000"),
+        ("--batch-size", "99999999999", r"batch size.*99999999999.*1,048,576"),
+        ("--evaluation-size", "99999999999", r"evaluation size.*99999999999"),
+        ("--stack", "99999999999", r"stack.*99999999999"),
     ],
 )
 def test_a_bad_setting_is_one_sentence_and_leaves_nothing(
@@ -70,6 +77,34 @@ def test_a_bad_setting_is_one_sentence_and_leaves_nothing(
 ) -> None:
     ran = run(*prune_command(world, tmp_path / "out", option, value))
     assert re.search(said, check_refused(ran, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("threads", [100_000, 2**31])
+def test_more_threads_than_torch_survives_are_refused(threads: int, world: World, tmp_path: Path, run: Run) -> None:
+    for ran in (
+        run("measure", world.text_model, world.text_model, "--threads", threads),
+        run("grid", write_grid(world, tmp_path), "-o", tmp_path / "store", "--threads", threads),
+    ):
+        assert re.search(rf"threads.*{threads}.*\b1024\b", check_refused(ran, tmp_path / "store"))
+
+
+@pytest.mark.parametrize("option", [["-o", ""], ["--out="], ["--config", ""]], ids=str)
+def test_an_empty_name_is_not_the_current_folder(
+    option: list[str], world: World, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "is empty" in check_refused(run(*prune_command(world, tmp_path / "out"), *option))
+    assert "is empty" in check_refused(run("units", ""))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("blocks", [10_000, 10**9])
+def test_a_config_of_more_blocks_than_any_model_has_is_refused_at_once(
+    blocks: int, world: World, tmp_path: Path, run: Run
+) -> None:
+    folder = with_config(copied(world, tmp_path), n_layer=blocks)
+    for ran in (run("units", folder), run(*prune_command(world, tmp_path / "out", model=folder))):
+        assert re.search(rf"{blocks:,} blocks", check_refused(ran, tmp_path / "out"))
 
 
 def test_after_a_refused_setting_the_mended_command_works_in_the_same_place(world: World, tmp_path: Path, run: Run) -> None:
@@ -147,6 +182,9 @@ def empty_folder(world: World, place: Path) -> Path:
         (without_tokenizer, "tokenizer"),
         (with_words_beyond_the_embedding, "tokenizer|vocabulary|embedding"),
         (with_nan_weights, r"loss.*\bnan\b"),
+        (lambda world, place: with_config(copied(world, place), n_layer="three"), r"n_layer'?:? .*\w"),
+        (lambda world, place: with_config(copied(world, place), n_layer=0), "no layers"),
+        (lambda world, place: with_config(copied(world, place), activation_function="nosuch"), "'nosuch' is missing, or is no"),
         (empty_folder, r"config\.json"),
         (lambda world, place: place / "no" / "such" / "model", "no/such/model"),
         (lambda world, place: world.text / "train.txt", r"train\.txt.*file"),
@@ -162,6 +200,9 @@ def empty_folder(world: World, place: Path) -> Path:
         "no tokenizer",
         "other tokenizer",
         "nan weights",
+        "a word for a number",
+        "no layers",
+        "unknown activation",
         "empty folder",
         "missing",
         "file",

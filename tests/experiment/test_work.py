@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import secateur as sc
 from grids import records_of, write_grid
+from secateur.errors import SettingError
 from secateur.experiment import work
 from secateur.experiment.grid import GridResult, read_grid, run_grid
 from secateur.experiment.store import DONE, FAILED, RECORDS, read_store, read_tables
@@ -258,3 +259,11 @@ def test_a_store_chosen_by_other_data_is_not_added_to(own_world: World, tmp_path
     result = run_grid(read_grid(write_grid(own_world, tmp_path)), tmp_path / "store")
     assert (result.left, len(result.problems)) == (2, 1)
     assert "chose" in result.problems[0] and str(own_world.text) in result.problems[0]
+
+
+def test_only_a_variable_of_the_name_itself_can_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECATEUR_PLACE", "/data/$HOME/x")
+    monkeypatch.delenv("SECATEUR_NOWHERE", raising=False)
+    assert work.expanded("$SECATEUR_PLACE/y") == "/data/$HOME/x/y"
+    with pytest.raises(SettingError, match="SECATEUR_NOWHERE, which is not set"):
+        work.expanded("${SECATEUR_NOWHERE}/y")

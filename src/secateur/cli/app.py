@@ -16,7 +16,7 @@ import typer
 
 from secateur.cli import commands, experiment
 from secateur.cli.display import stderr
-from secateur.cli.options import Command, with_new_names
+from secateur.cli.options import Command, check_not_empty, with_new_names
 from secateur.errors import SecateurError
 
 COMMANDS: tuple[Command, ...] = (
@@ -75,6 +75,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments = with_new_names(sys.argv[1:] or ["--help"], stderr.print)
     try:
+        check_not_empty(arguments)
         code = make_app()(args=arguments, standalone_mode=False)
         sys.stdout.flush()
     except SecateurError as error:

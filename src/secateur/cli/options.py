@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +59,7 @@ def names_of(*groups: type) -> list[str]:
     return [name for name, (group, field) in keywords().items() if group in groups and not field.metadata.get("hidden")]
 
 
+PATHS = ("-o", "--out", "--selection", "--config", "--json")  # options that name a file or folder
 CHOICE = names_of(Settings)  # what decides a choice
 JOB = names_of(Settings, Judging, Cutting, Machine)
 MODEL = ["device", "dtype", "trust_remote_code"]  # how a model is loaded
@@ -151,8 +151,8 @@ def _converted(name: str, value: Any) -> Any:
 
 def gibibytes(memory: float) -> int:
     """GiB as bytes."""
-    if not 0 <= memory < math.inf:
-        raise SettingError(f"The cache memory is {memory} GiB, but must be a finite number, 0 or more.")
+    if not 0 <= memory <= 2**30:
+        raise SettingError(f"The cache memory is {memory:g} GiB, but must be 0 or more, and at most {2**30:,}.")
     return int(memory * 2**30)
 
 
@@ -162,6 +162,15 @@ def repair_of(repair: bool, form: str) -> dict[str, str]:
     if named not in REPAIRS:
         raise not_one_of("form of repair", form, [known.replace(" ", "-") for known in REPAIRS])
     return {"repair": named} if repair else {}
+
+
+def check_not_empty(arguments: Sequence[str]) -> None:
+    """Refuse an empty name of a file or folder: it would be taken for the current folder."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        flag, equals, value = argument.partition("=")
+        empty_after = not argument and (before in PATHS or not before.startswith("-"))
+        if empty_after or (equals and not value and flag in PATHS):
+            raise SettingError(f"The name after {flag or before or 'the command'} is empty: give a file or folder.")
 
 
 def with_new_names(arguments: Sequence[str], note: Callable[[str], None]) -> list[str]:

@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -250,10 +251,11 @@ def _staging_folder(place: Path) -> Iterator[Path]:
     """
     from safetensors import SafetensorError
 
-    new = not place.exists()
+    new, only = not place.exists(), None
     moved: list[Path] = []
     try:
         place.mkdir(parents=True, exist_ok=True)
+        only = _only_writer(place)
         for leftover in place.glob(".writing-*"):
             shutil.rmtree(leftover, ignore_errors=True)  # left by a process that was killed
         staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
@@ -285,9 +287,26 @@ def _staging_folder(place: Path) -> Iterator[Path]:
             raise jsonio.cannot_write(place, cause) from error
         raise
     finally:
+        if only is not None:
+            os.close(only)
         if new:
             with contextlib.suppress(OSError):
                 place.rmdir()  # fails, as it should, if files were written
+
+
+def _only_writer(folder: Path) -> int | None:
+    """A lock on the folder, which lasts until it is closed or the process ends; an error if another process has it."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise OutputError(f"Another run is writing a model to {folder} now; wait for it, or choose another -o.") from error
+    return lock
 
 
 @contextlib.contextmanager

@@ -61,9 +61,8 @@ def check_apart(calibration: Source, evaluation: Source) -> str:
         )
     share, same_pixels = shared_content(calibration.marks, evaluation.marks)
     if share > MOST_SHARED or same_pixels:
-        what = (
-            f"{share:.0%} of it is, in another form," if share > MOST_SHARED else "it has images with the same pixels as some"
-        )
+        alike = f"{share:.0%} of it is, in another form,"
+        what = alike if share > MOST_SHARED else "it has images with the same pixels as some"
         raise DataError(
             f"The evaluation data {evaluation.name!r} ({evaluation.split}) overlaps the data that chose the units ({what} in "
             f"{calibration.name!r}, and at most {MOST_SHARED:.0%} may be alike); give other data with --data or --calibration."

@@ -49,7 +49,7 @@ def shared_content(calibration: Sequence[str], evaluation: Sequence[str]) -> tup
         return _shared_shingles(calibration, evaluation), False
     same = {mark[_STEPS:] for mark in calibration} & {mark[_STEPS:] for mark in evaluation}
     ours, theirs = _steps(calibration), _steps(evaluation)
-    alike = [bool((np.bitwise_count(ours ^ row).sum(axis=1) <= ALIKE).any()) for row in theirs]
+    alike = [bool(((ours != row).sum(axis=1) <= ALIKE).any()) for row in theirs]
     return sum(alike) / len(alike), bool(same)
 
 
@@ -62,4 +62,5 @@ def _shared_shingles(calibration: Sequence[str], evaluation: Sequence[str]) -> f
 
 
 def _steps(marks: Sequence[str]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.array([list(bytes.fromhex(mark[:_STEPS])) for mark in marks], dtype=np.uint8)
+    """Each mark's steps as a row of zeros and ones."""
+    return np.unpackbits(np.array([list(bytes.fromhex(mark[:_STEPS])) for mark in marks], dtype=np.uint8), axis=1)

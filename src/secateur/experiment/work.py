@@ -253,13 +253,13 @@ def _evaluation_batches(run: TaskRun, settings: Settings) -> Batches:
 
 def expanded(name: str) -> str:
     """A name with its environment variables filled in, such as $SECATEUR_DATA/imagenette."""
-    filled = os.path.expandvars(name)
-    if missing := re.search(r"\$\{?(\w+)", filled):
+    missing = [variable for variable in re.findall(r"\$\{?(\w+)", name) if variable not in os.environ]
+    if missing:
         raise SettingError(
-            f"{name!r} uses the environment variable {missing[1]}, which is not set; set it to the folder that holds the rest "
+            f"{name!r} uses the environment variable {missing[0]}, which is not set; set it to the folder that holds the rest "
             "of the path."
         )
-    return filled
+    return os.path.expandvars(name)
 
 
 def machine(model: nn.Module) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from secateur.units import Unit
 Item = TypeVar("Item")
 
 LOCAL = "local"
+MOST = 1024  # of workers, and of threads, with very many of which torch dies as it starts them
 TRIES = 3  # how often a task is tried if its workers die
 WORK = "secateur.experiment.work"  # the module that performs a task; each worker imports it
 
@@ -42,6 +43,8 @@ class Where:
         for name, least in (("workers", 0), ("cpus", 0), ("gpus", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise SettingError(f"The {name} are {getattr(self, name)}, but must be at least {least}.")
+            if getattr(self, name) > MOST:
+                raise SettingError(f"The {name} are {getattr(self, name)}, but must be at most {MOST}.")
         if self.workers and self.ray:
             raise SettingError("Runs are done by local workers or on a Ray cluster, not both: give --workers or --ray.")
 

@@ -34,6 +34,7 @@ from secateur.tasks import IMAGE, TASKS, TEXT
 
 PREFILL, DECODE, ENCODE, FORWARD = "prefill", "decode", "encode", "forward"
 CONFIDENCE = 0.95
+MOST_THREADS = 1024  # with very many, torch dies as it starts them
 _SPOKEN = {PREFILL: "Prefill", DECODE: "Decoding", ENCODE: "Encoding", FORWARD: "The forward pass"}
 
 T = TypeVar("T")
@@ -217,6 +218,8 @@ def check_measure(batch_sizes: Sequence[int], tokens: int, new_tokens: int, repe
     check_sizes(batch_sizes, tokens, new_tokens)
     _at_least(3, "number of repeats", repeats)
     _at_least(1, "number of threads", threads)
+    if threads > MOST_THREADS:
+        raise SettingError(f"The number of threads is {threads}, but must be at most {MOST_THREADS}.")
 
 
 def run_of(model: nn.Module, batch_size: int, tokens: int) -> Run:

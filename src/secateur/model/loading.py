@@ -36,6 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEVICES = ("cpu", "cuda", "mps")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
+MOST_BLOCKS = 1000
 IMPLEMENTATIONS = ("eager", "sdpa", "grouped_mm", "batched_mm")  # of attention and of experts, that need no download
 OLD_POOLING = {  # switches in older sentence-transformers folders; the length of an embedding does not matter here
     "pooling_mode_mean_tokens": "mean",
@@ -463,11 +464,20 @@ def _config(name: str, trust_remote_code: bool) -> Any:
     with _model_errors(name, "config"):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     _check_implementations(name, config)
+    _check_size(name, config)
     tower = getattr(config, "vision_config", None)
     if config.model_type in ("clip", "siglip") and tower is not None:
         tower.architectures = []
         return tower  # of a model for texts and images, the part for images
     return config
+
+
+def _check_size(name: str, config: Any) -> None:
+    """Refuse a config of so many blocks that it would take minutes to make the model, or all memory."""
+    depths = getattr(config, "depths", None)
+    blocks = sum(depths) if isinstance(depths, list) else getattr(config, "num_hidden_layers", 0)
+    if isinstance(blocks, int) and blocks > MOST_BLOCKS:
+        raise ModelError(f"The config.json in {name} says that it has {blocks:,} blocks; at most {MOST_BLOCKS:,} are taken.")
 
 
 def _check_implementations(name: str, config: Any) -> None:
