@@ -132,10 +132,11 @@ class _Runs(NamedTuple):
     again: int = 0  # the same on batches whose block outputs are kept up to the unit that was selected last
     together: int = 0  # passes with a unit masked, in requests for several
     alone: int = 0
+    gradients: int = 0  # batches whose gradients are taken
 
     @property
     def forwards(self) -> int:
-        return self.first + self.again + self.together + self.alone
+        return self.first + self.again + self.together + self.alone + 3 * self.gradients
 
 
 class _Rehearsal:
@@ -147,6 +148,10 @@ class _Rehearsal:
         self._seen: set[int] = set()
         self.runs = _Runs()
         self._begin_step()
+
+    @property
+    def gradient_batches(self) -> int:
+        return self.runs.gradients
 
     def _begin_step(self) -> None:
         size = self._settings.batches_per_step or self._n
@@ -171,6 +176,7 @@ class _Rehearsal:
             yield Measured((0.0,) * len(batches), tuple(damages.tolist()), len(base) + len(masked))
 
     def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]:
+        self.runs = self.runs._replace(gradients=self.runs.gradients + min(n_batches, self._n))
         return [(0.0, 0.0)] * len(units)
 
     def recall(self, pull: Pull) -> None: ...
@@ -194,10 +200,10 @@ def _rehearsed(settings: Settings, n_batches: int, units: Sequence[Unit], remove
         seed=settings.seed,
         screen=screen,
     )
-    pulls, first, again, together, alone = meter.runs
+    pulls, first, again, together, alone, gradients = meter.runs
     scale = removed / steps
     later = round((first + again) * scale) - first  # after some steps hardly a batch is new
-    return _Runs(round(pulls * scale), first, later, round(together * scale), round(alone * scale))
+    return _Runs(round(pulls * scale), first, later, round(together * scale), round(alone * scale), round(gradients * scale))
 
 
 # Time
@@ -223,7 +229,7 @@ def _choosing(
     meter = meter_of(opened, calibration, settings, job.machine)  # refuses budgets that these batches do not allow
     runs = _rehearsed(settings, len(calibration), units, removed, screen)
     kept = screen.kept(units) if screen else units
-    costs = _run_seconds(meter, kept)
+    costs = _run_seconds(meter, kept, gradients=runs.gradients > 0)
     pool = min(len(kept), settings.row.policy(settings).pool_size(len(kept), settings.pulls_per_step))
     return scoring + sum(n * cost for n, cost in zip(runs, costs, strict=True)), runs, pool
 
@@ -236,9 +242,10 @@ class _Costs(NamedTuple):
     again: float
     together: float
     alone: float
+    gradients: float = 0.0
 
 
-def _run_seconds(meter: DamageMeter, units: Sequence[Unit]) -> _Costs:
+def _run_seconds(meter: DamageMeter, units: Sequence[Unit], *, gradients: bool) -> _Costs:
     """Measure a few pulls on early, middle and late blocks: at once, one after another, on new batches, after a commit."""
     ordered = sorted(units, key=lambda unit: unit.layer)
     spread = [ordered[i * (len(ordered) - 1) // 7] for i in range(8)]  # the same unit twice if there are fewer
@@ -251,7 +258,12 @@ def _run_seconds(meter: DamageMeter, units: Sequence[Unit]) -> _Costs:
     first = _seconds(meter, [(spread[4], others)]) / len(others) - alone if others else alone
     meter.commit(spread[3])
     again = _seconds(meter, [(spread[5], batches)]) / n - alone
-    return _Costs(0.0, max(first, 0.0), max(again, 0.0), together, alone)
+    costs = _Costs(0.0, max(first, 0.0), max(again, 0.0), together, alone)
+    if gradients:
+        started = time.perf_counter()
+        meter.slopes(units, 1)
+        costs = costs._replace(gradients=time.perf_counter() - started)
+    return costs
 
 
 def _seconds(meter: DamageMeter, pulls: Sequence[tuple[Unit, Sequence[int]]]) -> float:

@@ -126,6 +126,7 @@ class Selection:
     versions: dict[str, str] = field(default_factory=dict)
     calibration: Source | None = None  # the data that chose, so that they are kept from judging
     goal: Reached | None = None
+    gradient_batches: int = 0  # batches whose gradients the search took, each at the cost of three passes
 
     @property
     def pulls(self) -> int:
@@ -134,8 +135,8 @@ class Selection:
 
     @property
     def forwards(self) -> int:
-        """Model passes spent on those pulls; fewer than two a batch, since base losses are shared within a step."""
-        return sum(pull.forwards for pull in self.trace)
+        """Model passes spent; fewer than two for each batch of a pull, since base losses are shared within a step."""
+        return sum(pull.forwards for pull in self.trace) + 3 * self.gradient_batches
 
     @property
     def nonfinite_pulls(self) -> int:
@@ -149,6 +150,7 @@ class Selection:
             "pulls": self.pulls,
             "forwards": self.forwards,
             "nonfinite_pulls": self.nonfinite_pulls,
+            **({"gradient_batches": self.gradient_batches} if self.gradient_batches else {}),
             "calibration": self.calibration.to_json() if self.calibration else {},
             "goal": self.goal.to_json() if self.goal else {},
             "units": [unit.to_json() for unit in self.units],
@@ -213,6 +215,7 @@ class _Document:
     scores: tuple[_Scored, ...]
     trace: tuple[Pull, ...]
     goal: dict[str, Any] = field(default_factory=dict)
+    gradient_batches: int = 0
 
 
 def _decoded(fields: dict[str, Any]) -> Selection:
@@ -228,4 +231,5 @@ def _decoded(fields: dict[str, Any]) -> Selection:
         versions=document.versions,
         calibration=jsonio.decode(document.calibration, Source) if document.calibration else None,
         goal=jsonio.decode(document.goal, Reached) if document.goal else None,
+        gradient_batches=document.gradient_batches,
     )

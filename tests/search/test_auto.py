@@ -227,8 +227,21 @@ def found_by(meter: Any, k: int, **options: Any) -> Selection:
 class Foretelling(FakeMeter):
     """Gradients that say the truth, twice as large."""
 
+    gradient_batches = 0
+
     def slopes(self, units: Any, n_batches: int) -> list[tuple[float, ...]]:
         return [(0.0, 2 * self.damages[unit]) for unit in units]
+
+
+def test_passes_with_gradients_are_counted_three_times_and_kept_in_the_file(tmp_path: Path) -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    units = candidate_units(model, HEAD)
+    meter = DamageMeter(model, tiny_batches(model, 4))
+    selection = select(meter, units, policy=Auto(), ratio=2 / len(units), pulls_per_step=12)
+    assert selection.gradient_batches == meter.gradient_batches == 2
+    assert selection.forwards == meter.forwards + 3 * 2 == sum(pull.forwards for pull in selection.trace) + 6
+    selection.save(tmp_path / "selection.json")
+    assert Selection.load(tmp_path / "selection.json").forwards == selection.forwards
 
 
 def test_at_most_eight_steps_choose_any_number_of_units_and_each_was_measured() -> None:
@@ -250,6 +263,8 @@ def test_gradients_that_lie_are_corrected_by_measurements() -> None:
     damages = spread(UNITS)
 
     class Lying(FakeMeter):
+        gradient_batches = 0
+
         def slopes(self, units: Any, n_batches: int) -> list[tuple[float, ...]]:
             return [(0.0, 0.1 if self.damages[unit] > 0.05 else 0.11) for unit in units]
 

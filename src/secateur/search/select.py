@@ -62,6 +62,8 @@ class Meter(Protocol):
 class Foreteller(Protocol):
     """A meter that can also say what gradients foretell of the units' damages."""
 
+    gradient_batches: int  # taken so far
+
     def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]: ...
 
 
@@ -134,7 +136,8 @@ def select(
                 selected.append(pool[one.arm])
                 meter.commit(pool[one.arm])
                 watcher.chosen(steps[-1], n_steps, search.mean_damage(one.arm))
-    return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace))
+    gradient_batches = meter.gradient_batches if isinstance(meter, Foreteller) else 0
+    return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace), gradient_batches=gradient_batches)
 
 
 class Candidates:
