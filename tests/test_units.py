@@ -125,7 +125,7 @@ def test_a_ratio_that_would_leave_no_candidate_is_refused(ratio: float, candidat
 
 
 def test_a_model_without_units_is_said_to_have_none() -> None:
-    with pytest.raises(SettingError, match="nothing to remove.*no layers"):
+    with pytest.raises(SettingError, match=r"nothing to remove.*no layers"):
         n_selected(0.1, 0)
 
 
