@@ -118,10 +118,15 @@ def test_a_ratio_that_is_not_strictly_between_0_and_1_is_refused(ratio: float) -
         n_selected(ratio, 144)
 
 
-@pytest.mark.parametrize(("ratio", "candidates"), [(0.99, 10), (0.1, 1), (0.1, 0)])
+@pytest.mark.parametrize(("ratio", "candidates"), [(0.99, 10), (0.1, 1)])
 def test_a_ratio_that_would_leave_no_candidate_is_refused(ratio: float, candidates: int) -> None:
     with pytest.raises(SettingError, match=rf"{ratio}.* {candidates}\b"):
         n_selected(ratio, candidates)
+
+
+def test_a_model_without_units_is_said_to_have_none() -> None:
+    with pytest.raises(SettingError, match=r"nothing to remove.*no layers"):
+        n_selected(0.1, 0)
 
 
 def test_a_head_has_no_width_and_is_one_unit_whatever_width_was_given() -> None:
