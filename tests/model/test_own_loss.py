@@ -157,6 +157,21 @@ def write_loss(path: Path, body: str = "return model(input_ids=batch['input_ids'
     return path
 
 
+@pytest.mark.parametrize("way", ["fisher", "auto"])
+def test_a_loss_without_gradient_is_refused_where_gradients_are_asked_for(way: str) -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    batches = tiny_batches(model, 2)
+
+    def wrong(model: nn.Module, batch: Batch) -> Tensor:
+        return (model(input_ids=batch["input_ids"]).logits.argmax(-1) != 3).float().mean()
+
+    with pytest.raises(SettingError, match="has no gradient: choose a --method"):
+        if way == "fisher":
+            unit_scores("fisher", model, UNITS, batches=batches, loss=wrong)
+        else:
+            DamageMeter(model, batches, loss=wrong).slopes(UNITS, 2)
+
+
 def test_a_function_is_found_in_a_module_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_loss(tmp_path / "losses_of_mine.py")
     monkeypatch.syspath_prepend(str(tmp_path))

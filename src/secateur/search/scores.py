@@ -346,7 +346,10 @@ def _requiring(model: nn.Module, parameters: Sequence[Tensor]) -> Iterator[None]
 def _differentiable_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
     # Images are prepared when they are first asked for: what was prepared in inference mode has no gradients.
     batch = {name: x.clone() if x.is_inference() else x for name, x in batch.items()}
-    return batch_loss(model, batch, loss) if loss or REFERENCE not in batch else _own_answers_loss(model, batch)
+    value = batch_loss(model, batch, loss) if loss or REFERENCE not in batch else _own_answers_loss(model, batch)
+    if not value.requires_grad:
+        raise SettingError("The loss of your own has no gradient: choose a --method that needs none, such as ucb.")
+    return value
 
 
 def _own_answers_loss(model: nn.Module, batch: Batch) -> Tensor:
