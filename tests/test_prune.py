@@ -149,7 +149,8 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_files(method: str, worl
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["journal.jsonl"]
     listener = Listener()
     prune(world, method=method, out=tmp_path / "cut", watcher=listener)
-    assert [pull.replayed for pull in listener.pulls] == [True] * 6 + [False] * 6
+    made, left = (4, 2) if method == "auto" else (6, 6)  # auto has half as many pulls
+    assert [pull.replayed for pull in listener.pulls] == [True] * made + [False] * left
     for name in ("selection.json", "journal.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

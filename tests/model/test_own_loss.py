@@ -163,7 +163,8 @@ def test_a_loss_without_gradient_is_refused_where_gradients_are_asked_for(way: s
     batches = tiny_batches(model, 2)
 
     def wrong(model: nn.Module, batch: Batch) -> Tensor:
-        return (model(input_ids=batch["input_ids"]).logits.argmax(-1) != 3).float().mean()
+        best: Tensor = model(input_ids=batch["input_ids"]).logits.argmax(-1)
+        return (best != 3).float().mean()
 
     with pytest.raises(SettingError, match="has no gradient: choose a --method"):
         if way == "fisher":

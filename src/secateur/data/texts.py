@@ -228,9 +228,11 @@ def _prefix(tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token_id
     if bos is None:
         return []
-    # Any text that the tokenizer knows shows it; a vocabulary of amino acids or bases need not know "a".
+    # Any text that the tokenizer knows shows it; a vocabulary of amino acids or bases need not know "a". The token
+    # itself shows nothing, and would make the answer hang on the order of the vocabulary, which is random.
     for probe in itertools.chain("a", tokenizer.get_vocab()):
-        if plain := tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"]:
+        plain = tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"]
+        if plain and bos not in plain:
             return [bos] if tokenizer(probe, verbose=False)["input_ids"][: 1 + len(plain)] == [bos, *plain] else []
     return []
 
