@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
-from secateur.files import jsonio
+from secateur.files.weights import shards_of
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
 from secateur.tasks import TASKS, TEXT
@@ -300,7 +300,7 @@ def _check_weight_files(name: str, named: Any) -> None:
     An index may name any file, an adapter another model; `named` is what the config itself names in place of the usual file.
     """
     for index in _files(name, "*.safetensors.index.json", [named] if isinstance(named, str) else []):
-        _shards_of(index)
+        shards_of(index)
     if _files(name, "adapter_config.json"):
         raise ModelError(
             f"The model {name} has an adapter (adapter_config.json) that is not part of its weights; merge it with peft's "
@@ -321,25 +321,6 @@ def _files(name: str, pattern: str, more: Sequence[str] = ()) -> list[Path]:
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = [cached_file(name, file, **quietly) for file in names]
     return [Path(path) for path in found if path is not None]
-
-
-def _shards_of(index: Path) -> list[str]:
-    """The files that an index of weights names: safetensors in its own folder, or a ModelError."""
-    try:
-        fields = jsonio.read(index)
-        shards = sorted(set(fields["weight_map"].values()))
-        safe = [
-            shard.endswith(".safetensors") and not Path(shard).is_absolute() and ".." not in Path(shard).parts
-            for shard in shards
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of weights: it has no weight_map from tensors to files.") from error
-    if not all(safe):
-        raise ModelError(
-            f"{index} names {shards[safe.index(False)]!r}, but only safetensors files in its own folder are read; the model is "
-            "not loaded."
-        )
-    return shards
 
 
 @contextlib.contextmanager
