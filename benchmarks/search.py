@@ -88,25 +88,7 @@ def choose(opened: sc.Opened, job: Job) -> tuple[Selection, float]:
         seed=settings.seed,
         screen=screen,
     )
-    return chosen, measuring_cost(chosen, len(anatomy(opened.model))) + 3 * meter.gradient_batches + screened
-
-
-def measuring_cost(selection: Selection, n_blocks: int) -> float:
-    """The forward passes of all pulls, where runs start at the first block that differs, as they do with enough memory."""
-    last_run: dict[int, int] = {}  # by batch: the units that were gone when it was last run without a further one
-    done: set[Any] = set()
-    cost = 0.0
-    for pull in selection.trace:
-        for batch in pull.batches:
-            if (pull.step, batch) not in done:
-                changed = [unit.layer for unit in selection.units[last_run.get(batch, 0) : pull.step]]
-                first = 0 if batch not in last_run else min(changed, default=n_blocks)
-                cost += (n_blocks - first) / n_blocks
-                last_run[batch] = pull.step
-            if (pull.step, pull.unit, batch) not in done:
-                cost += (n_blocks - pull.unit.layer) / n_blocks
-            done |= {(pull.step, batch), (pull.step, pull.unit, batch)}
-    return cost
+    return chosen, chosen.passes(len(anatomy(opened.model))) + screened
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 BANDIT, BASELINE, RIVAL = "bandit", "baseline", "rival"  # bandits are compared with all the others
 WEIGHTS, ACTIVATIONS, GRADIENTS, OUTPUTS = "weights", "activations", "gradients", "outputs"
+GRADIENT_PASSES = 3  # what a batch with gradients costs, in forward passes
 MASKS_PER_BATCH = 32  # of bonsai: how many random masks each batch is measured under
 GENERATIONS, OFFSPRING, SURVIVORS = 32, 16, 4  # of evopress: the offspring meet one batch, the survivors a quarter of them
 

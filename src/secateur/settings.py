@@ -20,7 +20,7 @@ import msgspec
 
 from secateur.errors import SettingError, not_one_of
 from secateur.files import jsonio
-from secateur.methods import METHODS, Method, method, scoring
+from secateur.methods import GRADIENT_PASSES, GRADIENTS, METHODS, Method, method, scoring
 from secateur.search.policies import UCB, check_search
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
@@ -276,6 +276,11 @@ class Settings(_Checked):
     def score_passes(self, n_calibration: int) -> int:
         """The model passes of that score or set, of this many calibration batches in all."""
         return METHODS[self.scored_by].passes(min(self.score_batches, n_calibration)) if self.scores_batches else 0
+
+    def score_cost(self, n_calibration: int) -> int:
+        """The same as the cost of forward passes: one with gradients costs more."""
+        passes = self.score_passes(n_calibration)
+        return passes * (GRADIENT_PASSES if passes and METHODS[self.scored_by].needs == GRADIENTS else 1)
 
     @property
     def keep(self) -> tuple[str, float] | None:

@@ -36,7 +36,7 @@ from secateur.settings import (
 from secateur.watcher import GridProgress
 
 # The tables that a grid can make, by task: the paper's by number, and our ablations.
-TABLES = {"text": ("4", "6", "7", "10", "ablation"), "image": ("8", "9", "ablation")}
+TABLES = {"text": ("4", "6", "7", "10", "ablation", "search"), "image": ("8", "9", "ablation", "search")}
 DATA_NAMES = {"wikitext2": "WikiText-2", "lambada": "LAMBADA", "imagenette": "Imagenette", "imagenette2-320": "Imagenette"}
 ANY_SEED = 1  # if a choice does not depend on the seed
 
@@ -498,6 +498,9 @@ def _known_choice(record: Record) -> KnownChoice:
         judgement.nonfinite_pulls,
         record.score_passes,
         record.selection_seconds,
+        record.passes,
+        record.pass_flops,
+        record.progress,
     )
 
 

@@ -49,6 +49,11 @@ class Record:
     reason: str = ""
     judgement: Judgement | None = None
     score_passes: int = 0  # model passes of a score or a set; one with a gradient counts once
+    passes: float | None = (
+        None  # what the choice cost, in forward passes of one batch; partial runs count in part
+    )
+    pass_flops: float | None = None  # FLOPs of such a pass
+    progress: tuple[tuple[float, float], ...] = ()  # after each chosen unit: passes, and the damage measured so far
     selection_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -80,6 +85,8 @@ class Record:
             cost = ("score_passes", "selection_seconds", "evaluation_seconds", "total_seconds")
             origin = ("model_digest", "calibration_digest", "machine", "data_digest")
             fields |= {name: getattr(self, name) for name in (*cost, *origin)}
+            counted = {name: getattr(self, name) for name in ("passes", "pass_flops", "progress")}
+            fields |= {name: value for name, value in counted.items() if value not in (None, ())}
         return fields
 
     @classmethod

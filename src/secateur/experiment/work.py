@@ -28,9 +28,10 @@ from secateur.experiment.workers import KnownChoice, Outcome, Part, Task, TaskRu
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
-from secateur.model.families import task_of
+from secateur.model import flops
+from secateur.model.families import anatomy, task_of
 from secateur.model.loading import Opened, open_model, versions
-from secateur.model.losses import device_of
+from secateur.model.losses import BESIDE, device_of, evaluating, part_losses, part_losses_and_distances
 from secateur.search.damage import free_memory
 from secateur.selection import Selection, Source
 from secateur.settings import Machine, Provenance, Settings
@@ -52,6 +53,7 @@ class Workplace:
         self._batches: dict[tuple[Any, ...], Batches] = {}
         self._sources: dict[tuple[Any, ...], Source] = {}
         self._dense: dict[str, Evaluation] = {}
+        self._flops: dict[Any, float] = {}
         self.remarks: list[str] = []  # about the batches that were read
 
     @property
@@ -94,6 +96,17 @@ class Workplace:
         seed = settings.seed if task_of(self.opened.model) == "image" else None
         cut = (settings.seq_len, settings.batch_size, settings.documents, settings.holdout, settings.loss)
         return name, split, size, most, *cut, seed
+
+    def pass_flops(self, batches: Batches) -> float:
+        """The FLOPs of a forward pass of the first batch."""
+        batch = batches[0]
+        key = tuple(sorted((name, tuple(tensor.shape)) for name, tensor in batch.items()))
+        if key not in self._flops:
+            model = self.opened.model
+            with torch.inference_mode(), evaluating(model):
+                run = part_losses_and_distances if BESIDE in batch else part_losses
+                self._flops[key] = flops.count(lambda: run(model, batch, 1))
+        return self._flops[key]
 
     def dense(self, run: TaskRun, batches: Batches) -> Evaluation:
         """The dense model's evaluation: from an earlier record or task, or measured now."""
@@ -189,6 +202,9 @@ def _record(
         status=FAILED if reason else DONE,
         judgement=replace(judgement, pulls=choice.pulls, forwards=choice.forwards, nonfinite_pulls=choice.nonfinite_pulls),
         score_passes=choice.score_passes,
+        passes=choice.passes,
+        pass_flops=choice.pass_flops,
+        progress=choice.progress,
         selection_seconds=choice.selection_seconds,
         evaluation_seconds=seconds,
         total_seconds=choice.selection_seconds + seconds,
@@ -234,13 +250,17 @@ def _choose(opened: Opened, calibration: Batches, settings: Settings, part: Part
     started = time.perf_counter()
     memory = int(free_memory(device_of(opened.model)) / 2 * part.memory) if part.memory < 1 else None
     selection = choose(opened, calibration, settings, machine=Machine(cache_memory=memory))
+    seconds, n_blocks = time.perf_counter() - started, len(anatomy(opened.model))
     return KnownChoice(
         units=selection.units,
         pulls=selection.pulls,
         forwards=selection.forwards,
         nonfinite_pulls=selection.nonfinite_pulls,
         score_passes=settings.score_passes(len(calibration)),
-        selection_seconds=time.perf_counter() - started,
+        selection_seconds=seconds,
+        passes=selection.passes(n_blocks),
+        pass_flops=_workplace.pass_flops(calibration),
+        progress=selection.progress(n_blocks),
     )
 
 

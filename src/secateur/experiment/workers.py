@@ -59,6 +59,9 @@ class KnownChoice:
     nonfinite_pulls: int
     score_passes: int
     selection_seconds: float
+    passes: float | None = None
+    pass_flops: float | None = None
+    progress: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def choose_units(
         chosen,
         made_with=provenance(opened, settings, calibration),
         versions=versions(),
+        score_passes=settings.score_cost(len(calibration)),
         calibration=calibration.source,
         goal=goal.reached(chosen.units) if goal else None,
     )

@@ -136,8 +136,11 @@ def select(
                 selected.append(pool[one.arm])
                 meter.commit(pool[one.arm])
                 watcher.chosen(steps[-1], n_steps, search.mean_damage(one.arm))
-    gradient_batches = meter.gradient_batches if isinstance(meter, Foreteller) else 0
-    return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace), gradient_batches=gradient_batches)
+    return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace), gradient_batches=_gradient_batches(meter))
+
+
+def _gradient_batches(meter: Meter) -> int:
+    return meter.gradient_batches if isinstance(meter, Foreteller) else 0
 
 
 class Candidates:
@@ -332,6 +335,7 @@ class _StepSearch:
             evaluated=int((stats.counts > 0).sum()),
             broken=int(stats.broken.sum()),
             sure=choice.sure,
+            gradient_batches=_gradient_batches(self.meter),
         )
 
 
