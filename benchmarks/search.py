@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 import secateur as sc
-from secateur.model.families import anatomy, task_of
+from secateur.model.families import task_of
 from secateur.search.choose import meter_of
 from secateur.search.scores import unit_scores, unit_set
 from secateur.search.select import Screen, select, select_by_score
@@ -88,7 +88,7 @@ def choose(opened: sc.Opened, job: Job) -> tuple[Selection, float]:
         seed=settings.seed,
         screen=screen,
     )
-    return chosen, chosen.passes(len(anatomy(opened.model))) + screened
+    return chosen, chosen.passes + screened
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from secateur.files import jsonio
-from secateur.search.policies import UCB, Auto, Greedy, Halving, Policy, Thompson
+from secateur.search.policies import UCB, Auto, Greedy, Policy, Thompson
 from secateur.search.select import Asked, Measured, Meter
 from secateur.selection import Pull, Selection
 from secateur.streams import BATCHES, stream
 from secateur.units import Unit, enumerate_units
 
-POLICIES: list[Policy] = [UCB(), Thompson(), Greedy(), Halving(), Auto()]
+POLICIES: list[Policy] = [UCB(), Thompson(), Greedy(), Auto()]
 BANDITS: list[Policy] = [UCB(), Thompson()]
 UNITS = enumerate_units([6] * 6, [], target="head")  # 36, as in DeiT-Tiny
 

@@ -191,7 +191,6 @@ class Listener(Watcher):
         self.said: list[str] = []
         self.pulls: list[Progress] = []
         self.steps: list[Step] = []
-        self.damages: list[float] = []
         self.evaluations: list[tuple[int, int]] = []
 
     def stage(self, name: str) -> None:
@@ -203,9 +202,8 @@ class Listener(Watcher):
     def pull(self, progress: Progress) -> None:
         self.pulls.append(progress)
 
-    def chosen(self, step: Step, n_steps: int, damage: float) -> None:
+    def chosen(self, step: Step, n_steps: int) -> None:
         self.steps.append(step)
-        self.damages.append(damage)
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         self.evaluations.append((batch, n_batches))

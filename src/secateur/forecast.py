@@ -17,9 +17,10 @@ from secateur.methods import GRADIENTS, METHODS
 from secateur.model.families import candidate_units, family_of, task_of
 from secateur.model.loading import Opened
 from secateur.model.losses import device_of
-from secateur.search.choose import meter_of
+from secateur.search.choose import in_forwards, meter_of
 from secateur.search.damage import DamageMeter, default_lanes, free_memory
 from secateur.search.goals import Count
+from secateur.search.policies import GRADIENT_PASSES, Moment, Slope
 from secateur.search.scores import unit_scores
 from secateur.search.select import Asked, Measured, Screen, select
 from secateur.selection import Pull
@@ -136,14 +137,14 @@ class _Runs(NamedTuple):
 
     @property
     def forwards(self) -> int:
-        return self.first + self.again + self.together + self.alone + 3 * self.gradients
+        return self.first + self.again + self.together + self.alone + GRADIENT_PASSES * self.gradients
 
 
 class _Rehearsal:
     """A meter that measures nothing. It draws batches as the real one does, invents damages, and counts the runs."""
 
-    def __init__(self, n_batches: int, settings: Settings) -> None:
-        self._n, self._settings = n_batches, settings
+    def __init__(self, n_batches: int, settings: Settings, *, gradients: bool) -> None:
+        self._n, self._settings, self._gradients = n_batches, settings, gradients
         self._rng = stream(settings.seed, BATCHES)
         self._seen: set[int] = set()
         self.runs = _Runs()
@@ -154,12 +155,13 @@ class _Rehearsal:
         return self.runs.gradients
 
     def _begin_step(self) -> None:
-        size = self._settings.batches_per_step or self._n
+        size = self._n if self._settings.planned else self._settings.batches_per_step or self._n
         self._step_batches = self._rng.choice(self._n, size=size, replace=False)
         self._done: set[int | tuple[Unit, int]] = set()
 
     def draw(self) -> tuple[int, ...]:
-        drawn = self._rng.choice(self._step_batches, size=self._settings.batches_per_pull, replace=False)
+        size = 1 if self._settings.planned else self._settings.batches_per_pull
+        drawn = self._rng.choice(self._step_batches, size=size, replace=False)
         return tuple(int(i) for i in drawn)
 
     def measure(self, pulls: Sequence[Asked]) -> Iterator[Measured]:
@@ -175,9 +177,15 @@ class _Rehearsal:
             damages = self._rng.normal(0, self._settings.temperature, len(batches))
             yield Measured((0.0,) * len(batches), tuple(damages.tolist()), len(base) + len(masked))
 
-    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]:
+    def has_gradients(self, units: Sequence[Unit]) -> bool:
+        return self._gradients
+
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[Slope]:
         self.runs = self.runs._replace(gradients=self.runs.gradients + min(n_batches, self._n))
-        return [(0.0, 0.0)] * len(units)
+        return [Slope(Moment(0.0, 1.0, 1), 1.0)] * len(units)
+
+    def firsts(self, unit: Unit, batches: Sequence[int]) -> tuple[float, ...]:
+        return ()
 
     def recall(self, pull: Pull) -> None: ...
 
@@ -185,11 +193,13 @@ class _Rehearsal:
         self._begin_step()
 
 
-def _rehearsed(settings: Settings, n_batches: int, units: Sequence[Unit], removed: int, screen: Screen | None) -> _Runs:
-    """The runs of the whole search, from those of its first steps."""
+def _rehearsed(
+    settings: Settings, n_batches: int, units: Sequence[Unit], removed: int, screen: Screen | None, *, gradients: bool
+) -> _Runs:
+    """The runs of the whole search, from those of its first steps; a budget is for all steps, so that all are played."""
     assert settings.row.policy
-    steps = min(removed, REHEARSED)
-    meter = _Rehearsal(n_batches, settings)
+    steps = removed if settings.planned else min(removed, REHEARSED)
+    meter = _Rehearsal(n_batches, settings, gradients=gradients)
     select(
         meter,
         units,
@@ -227,7 +237,10 @@ def _choosing(
     if settings.row.policy is None:
         return scoring, _Runs(), None
     meter = meter_of(opened, calibration, settings, job.machine)  # refuses budgets that these batches do not allow
-    runs = _rehearsed(settings, len(calibration), units, removed, screen)
+    settings = in_forwards(settings, meter)
+    runs = _rehearsed(
+        settings, len(calibration), units, removed, screen, gradients=settings.planned and meter.has_gradients(units)
+    )
     kept = screen.kept(units) if screen else units
     costs = _run_seconds(meter, kept, gradients=runs.gradients > 0)
     pool = min(len(kept), settings.row.policy(settings).pool_size(len(kept), settings.pulls_per_step))

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from secateur.errors import not_one_of
-from secateur.search.policies import UCB, Auto, Greedy, Halving, Planner, Policy, Thompson
+from secateur.search.policies import UCB, Auto, Budget, Greedy, Planner, Policy, Thompson
 
 if TYPE_CHECKING:
     from secateur.settings import Settings
 
 BANDIT, BASELINE, RIVAL = "bandit", "baseline", "rival"  # bandits are compared with all the others
 WEIGHTS, ACTIVATIONS, GRADIENTS, OUTPUTS = "weights", "activations", "gradients", "outputs"
-GRADIENT_PASSES = 3  # what a batch with gradients costs, in forward passes
 MASKS_PER_BATCH = 32  # of bonsai: how many random masks each batch is measured under
 GENERATIONS, OFFSPRING, SURVIVORS = 32, 16, 4  # of evopress: the offspring meet one batch, the survivors a quarter of them
 
@@ -202,23 +201,15 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         draws=True,
         settings=("pool_size",),
     ),
-    "halving": Method(
-        "Halving",
-        "sequential halving on common batches, with what earlier steps measured",
-        BANDIT,
-        Look("0.42", "**", "h", (0, (5, 1))),
-        policy=lambda settings: Halving(),
-        draws=True,
-    ),
     "auto": Method(
         "Auto",
-        "gradients of all candidates first, then measurements of the most promising",
+        "gradients of all candidates first, then measurements of the most promising, within a budget",
         BANDIT,
         Look("0.15", "", "d", "-"),
-        policy=lambda settings: Auto(),
+        policy=lambda settings: Auto(Budget(*settings.amount)),
         screens=False,
-        experts=False,
         draws=True,
+        settings=("budget",),
     ),
 }
 

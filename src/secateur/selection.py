@@ -6,6 +6,7 @@ This is the JSON that moves between commands: `select` writes it, `evaluate` and
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from secateur.errors import SelectionError, SettingError, first_line
 from secateur.files import jsonio
-from secateur.methods import GRADIENT_PASSES
+from secateur.search.policies import GRADIENT_PASSES
 from secateur.settings import Provenance
 from secateur.units import Unit
 
@@ -59,29 +60,18 @@ class Pull:
     damage: float
     reward: float
     forwards: int  # model passes that it took
-    base_distances: tuple[float, ...] = ()  # from the dense model, where they are measured beside the losses by labels
-    masked_distances: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.batches) == len(self.base_losses) == len(self.masked_losses):
             raise ValueError("a pull has a base and a masked loss for each of its batches")
-        if len(self.base_distances) != len(self.masked_distances) or len(self.base_distances) not in (0, len(self.batches)):
-            raise ValueError("a pull has a base and a masked distance for each of its batches, or none")
 
     @property
     def damages(self) -> tuple[float, ...]:
         """The paired damage on each batch."""
         return paired_damages(self.base_losses, self.masked_losses)
 
-    @property
-    def distances(self) -> tuple[float, ...]:
-        """How much further from the dense model the unit's removal takes the outputs on each batch; empty if not measured."""
-        return paired_damages(self.base_distances, self.masked_distances)
-
     def to_json(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}
-        measured = bool(self.base_distances)
-        return {name: value for name, value in fields.items() if measured or not name.endswith("_distances")}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}
 
 
 @dataclass(frozen=True)
@@ -97,11 +87,11 @@ class Step:
     evaluated: int  # those that were measured
     broken: int  # those whose mask made the loss non-finite
     sure: float | None = None  # the probability that the unit is better than the runner-up; None: unknown
-    gradient_batches: int = 0  # whose gradients the search had taken until then
+    damage: float = math.nan  # of the unit, as the policy believes; the mean of its pulls where it says nothing
+    passes: float = 0.0  # forward passes of one batch until then; partial runs count in part
 
     def to_json(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}
-        return {name: value for name, value in fields.items() if value or name != "gradient_batches"}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"unit": self.unit.to_json()}
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ class Selection:
     calibration: Source | None = None  # the data that chose, so that they are kept from judging
     goal: Reached | None = None
     gradient_batches: int = 0  # batches whose gradients the search took
-    score_passes: float = 0.0  # passes of a score, a screen or a set, one with gradients counted as GRADIENT_PASSES
+    passes: float = 0.0  # what the choice cost, in forward passes of one batch; partial runs count in part
 
     @property
     def pulls(self) -> int:
@@ -142,25 +132,12 @@ class Selection:
         """Model passes spent; fewer than two for each batch of a pull, since base losses are shared within a step."""
         return sum(pull.forwards for pull in self.trace) + GRADIENT_PASSES * self.gradient_batches
 
-    def passes(self, n_blocks: int) -> float:
-        """What the choice cost, in forward passes of one batch through `n_blocks` blocks.
-
-        A masked run counts from the block of its unit on, and a base run from the first block that has changed since its batch
-        was last run: what the meter computes if it has the memory.
-        """
-        pulls = _cumulated_passes(self, n_blocks)
-        return self.score_passes + (pulls[-1] if pulls else 0.0) + GRADIENT_PASSES * self.gradient_batches
-
-    def progress(self, n_blocks: int) -> tuple[tuple[float, float], ...]:
-        """After each chosen unit: the passes so far, and the sum of the damages that the chosen units' own pulls measured."""
-        pulls, points, damage = _cumulated_passes(self, n_blocks), [], 0.0
-        for step in self.steps:
-            searched = max(pull.step for pull in self.trace if pull.step <= step.step)
-            own = [pull.damage for pull in self.trace if pull.step == searched and pull.unit == step.unit]
-            damage += sum(own) / len(own)
-            measured = max(cost for cost, pull in zip(pulls, self.trace, strict=True) if pull.step == searched)
-            points.append((self.score_passes + measured + GRADIENT_PASSES * step.gradient_batches, damage))
-        return tuple(points)
+    @property
+    def progress(self) -> tuple[tuple[float, float], ...]:
+        """After each chosen unit: the forward passes so far, and the sum of the damages believed of the chosen units."""
+        spent_before = self.passes - self.steps[-1].passes if self.steps else 0.0  # on scores
+        damages = itertools.accumulate(step.damage for step in self.steps)
+        return tuple((spent_before + step.passes, damage) for step, damage in zip(self.steps, damages, strict=True))
 
     @property
     def nonfinite_pulls(self) -> int:
@@ -175,7 +152,7 @@ class Selection:
             "forwards": self.forwards,
             "nonfinite_pulls": self.nonfinite_pulls,
             **({"gradient_batches": self.gradient_batches} if self.gradient_batches else {}),
-            **({"score_passes": self.score_passes} if self.score_passes else {}),
+            "passes": self.passes,
             "calibration": self.calibration.to_json() if self.calibration else {},
             "goal": self.goal.to_json() if self.goal else {},
             "units": [unit.to_json() for unit in self.units],
@@ -241,26 +218,7 @@ class _Document:
     trace: tuple[Pull, ...]
     goal: dict[str, Any] = field(default_factory=dict)
     gradient_batches: int = 0
-    score_passes: float = 0.0
-
-
-def _cumulated_passes(selection: Selection, n_blocks: int) -> list[float]:
-    """The passes of the pulls up to and including each."""
-    last_run: dict[int, int] = {}  # by batch: the units that were gone when it was last run without a further one
-    done: set[tuple[Any, ...]] = set()
-    costs, cost = [], 0.0
-    for pull in selection.trace:
-        for batch in pull.batches:
-            if (pull.step, batch) not in done:
-                changed = [unit.layer for unit in selection.units[last_run.get(batch, 0) : pull.step]]
-                first = 0 if batch not in last_run else min(changed, default=n_blocks)
-                cost += (n_blocks - first) / n_blocks
-                last_run[batch] = pull.step
-            if (pull.step, pull.unit, batch) not in done:
-                cost += (n_blocks - pull.unit.layer) / n_blocks
-            done |= {(pull.step, batch), (pull.step, pull.unit, batch)}
-        costs.append(cost)
-    return costs
+    passes: float = 0.0
 
 
 def _decoded(fields: dict[str, Any]) -> Selection:
@@ -277,5 +235,5 @@ def _decoded(fields: dict[str, Any]) -> Selection:
         calibration=jsonio.decode(document.calibration, Source) if document.calibration else None,
         goal=jsonio.decode(document.goal, Reached) if document.goal else None,
         gradient_batches=document.gradient_batches,
-        score_passes=document.score_passes,
+        passes=document.passes,
     )

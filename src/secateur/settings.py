@@ -20,8 +20,8 @@ import msgspec
 
 from secateur.errors import SettingError, not_one_of
 from secateur.files import jsonio
-from secateur.methods import GRADIENT_PASSES, GRADIENTS, METHODS, Method, method, scoring
-from secateur.search.policies import UCB, check_search
+from secateur.methods import GRADIENTS, METHODS, Method, method, scoring
+from secateur.search.policies import FORWARDS, GRADIENT_PASSES, PULLS, UCB, check_search
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
@@ -34,13 +34,16 @@ FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing,
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
-LABELS, DISTANCE, BOTH = "labels", "distance", "both"  # losses; any other is a function of the user's own
+LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
 JOINED, LINES, JSONL = "joined", "lines", "jsonl"
 DOCUMENTS = (JOINED, LINES, JSONL)
 REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
 DTYPES = ("float32", "bfloat16", "float16")
 DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
 MOST = 10**9  # of anything that is counted
+DEFAULT_BUDGET = "300forwards"
+SECONDS = "s"
+OF_A_STEP = ("pulls_per_step", "batches_per_pull", "batches_per_step", "temperature")  # a method with a budget reads none
 OLD_NAMES = {"target_params": "keep_params", "target_flops": "keep_flops", "target_latency": "keep_latency"}
 
 T = TypeVar("T", bound="_Checked")
@@ -137,12 +140,19 @@ class Settings(_Checked):
         HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}.", choices=lambda: TARGETS
     )
     ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.", unless_goal=True)
-    method: str = _setting("ucb", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
+    method: str = _setting("auto", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
     seed: int = _setting(42, SEARCH, "Same seed and settings, same selection.")
-    pulls_per_step: int = _setting(  # T_step; G for greedy
-        32, SEARCH, "Paired measurements for each unit removed.", least=1, most=10**6
+    budget: str | None = _setting(
+        None,
+        SEARCH,
+        "What auto may spend in all: 2000forwards (model passes of one batch), 256pulls (measurements), or 300s, which a "
+        "measured pass turns into forwards. [default: 300forwards]",
+        added=True,
     )
-    batches_per_pull: int = _setting(2, SEARCH, "Calibration batches in a measurement.", least=1)  # b_pull
+    pulls_per_step: int = _setting(  # T_step; G for greedy
+        32, SEARCH, "Paired measurements for each unit removed, but by auto.", least=1, most=10**6
+    )
+    batches_per_pull: int = _setting(2, SEARCH, "Calibration batches in a measurement; auto takes 1.", least=1)  # b_pull
     batches_per_step: int | None = _setting(
         None,
         SEARCH,
@@ -197,7 +207,7 @@ class Settings(_Checked):
         None,
         DATA,
         "What is measured: labels (what the data say is right), distance (from the dense model's own outputs, without labels), "
-        "both (labels, steadied by the distance), or a function of your own, module:function or file.py:function. "
+        "or a function of your own, module:function or file.py:function. "
         "[default: labels if there are any]",
         added=True,
     )
@@ -273,6 +283,21 @@ class Settings(_Checked):
         """Whether that score or set is taken on calibration batches."""
         return bool(self.scored_by) and METHODS[self.scored_by].needs_batches
 
+    @property
+    def planned(self) -> bool:
+        """Whether the method divides a budget of its own among its steps."""
+        return "budget" in self.row.settings
+
+    @property
+    def amount(self) -> tuple[float, str]:
+        """The budget as a number and what it counts."""
+        match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({SECONDS}|{FORWARDS}|{PULLS})\s*", self.budget or DEFAULT_BUDGET)
+        if not match or not 0 < float(match[1]) <= MOST:
+            raise SettingError(
+                f"The budget is {self.budget!r}, but must be seconds, forwards or pulls: 300s, 2000forwards or 256pulls."
+            )
+        return float(match[1]), match[2]
+
     def score_passes(self, n_calibration: int) -> int:
         """The model passes of that score or set, of this many calibration batches in all."""
         return METHODS[self.scored_by].passes(min(self.score_batches, n_calibration)) if self.scores_batches else 0
@@ -296,10 +321,14 @@ class Settings(_Checked):
         check_ratio(self.ratio)
         check_search(pulls_per_step=self.pulls_per_step, temperature=self.temperature)
         UCB(self.ucb_c)
+        if self.budget is not None:
+            if not self.planned:
+                raise SettingError(f"The budget is for --method auto; of {self.method} it is --pulls-per-step.")
+            _ = self.amount
         stream(self.seed, POOLS)
-        if self.loss and self.loss not in (LABELS, DISTANCE, BOTH) and not re.fullmatch(r".+:[A-Za-z_]\w*", self.loss):
+        if self.loss and self.loss not in (LABELS, DISTANCE) and not re.fullmatch(r".+:[A-Za-z_]\w*", self.loss):
             raise SettingError(
-                f"The loss is {self.loss!r}, but must be {LABELS}, {DISTANCE}, {BOTH}, or a function written "
+                f"The loss is {self.loss!r}, but must be {LABELS}, {DISTANCE}, or a function written "
                 "module:function or file.py:function."
             )
         if self.holdout is not None and not 0 < self.holdout <= 0.5:
@@ -313,7 +342,9 @@ class Settings(_Checked):
         """The names of settings that the method does not read."""
         unused = {name for row in METHODS.values() for name in row.settings} - set(self.row.settings)
         if not self.row.policy:
-            unused |= {"pulls_per_step", "batches_per_pull", "batches_per_step", "stack", "temperature"}
+            unused |= {*OF_A_STEP, "stack"}
+        if self.planned:
+            unused |= set(OF_A_STEP)
         if not self.screening:
             unused |= {"screen_by"}
         if not self.scores_batches:

@@ -44,8 +44,8 @@ class Watcher:
     def pull(self, progress: Progress) -> None:
         """A unit was measured."""
 
-    def chosen(self, step: Step, n_steps: int, damage: float) -> None:
-        """A unit was selected, in a search of about `n_steps` steps; `damage` is its mean damage in this step."""
+    def chosen(self, step: Step, n_steps: int) -> None:
+        """A unit was selected, in a search of about `n_steps` steps."""
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         """This many batches, or other parts, of the present stage are done."""

@@ -15,7 +15,7 @@ import fakes
 from fakes import POLICIES, FakeMeter, spread, written
 from secateur.errors import OutputError
 from secateur.files.journal import Journal
-from secateur.search.policies import UCB, Greedy, Halving, Policy, Thompson
+from secateur.search.policies import PULLS, UCB, Auto, Budget, Greedy, Policy, Thompson
 from secateur.search.select import select
 from secateur.selection import Selection
 from secateur.units import enumerate_units
@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {"model": "fake-ü", "ratio": 0.2, "temperature": 0.0
 UNITS = enumerate_units([4] * 4, [], target="head")
 DAMAGES = spread(UNITS)
 ONE_BROKEN = DAMAGES | {UNITS[5]: math.nan}
+AUTO = Auto(Budget(40, PULLS))
 
 
 def run(path: Path, *, policy: Policy, meter: FakeMeter, pulls: int = 8, watcher: Watcher | None = None) -> Selection:
@@ -108,7 +109,7 @@ def test_progress_says_which_pulls_were_made_before(tmp_path: Path) -> None:
     assert [told.replayed for told in listener.pulls] == [True] * 10 + [False] * 14
 
 
-@pytest.mark.parametrize("policy", [UCB(), Greedy(), Halving()], ids=repr)
+@pytest.mark.parametrize("policy", [UCB(), Greedy(), AUTO], ids=repr)
 def test_a_run_interrupted_in_the_middle_of_a_whole_request_measures_the_rest_of_it_and_no_more(
     policy: Policy, tmp_path: Path
 ) -> None:
@@ -133,9 +134,9 @@ def test_a_run_interrupted_in_the_middle_of_a_whole_request_measures_the_rest_of
 
 def test_a_run_interrupted_between_two_requests_asks_for_the_next_one_whole(tmp_path: Path) -> None:
     unbroken, meter = FakeMeter(DAMAGES), FakeMeter(DAMAGES)
-    whole = run(tmp_path / "whole.jsonl", policy=Halving(), meter=unbroken)
-    stopped(tmp_path / "journal.jsonl", Halving(), after=len(unbroken.requests[0]))
-    assert run(tmp_path / "journal.jsonl", policy=Halving(), meter=meter) == whole
+    whole = run(tmp_path / "whole.jsonl", policy=AUTO, meter=unbroken)
+    stopped(tmp_path / "journal.jsonl", AUTO, after=len(unbroken.requests[0]))
+    assert run(tmp_path / "journal.jsonl", policy=AUTO, meter=meter) == whole
     assert meter.requests == unbroken.requests[1:]
 
 

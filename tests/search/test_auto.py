@@ -1,4 +1,4 @@
-"""What `auto` adds: distances beside losses, gradients that foretell damages, posteriors, and several units a step."""
+"""What `auto` adds: gradients that foretell damages, posteriors, a budget for the whole search, and several units a step."""
 
 from __future__ import annotations
 
@@ -10,92 +10,16 @@ import pytest
 import torch
 
 from fakes import UNITS, FakeMeter, spread, written
-from secateur.data.batches import Batches
-from secateur.data.load import with_reference
 from secateur.files.journal import Journal
 from secateur.model.families import candidate_units
-from secateur.model.losses import BESIDE, REFERENCE, batch_loss, part_losses, part_losses_and_distances, reference_of
+from secateur.model.losses import batch_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.damage import DamageMeter
-from secateur.search.policies import Auto, Belief, Heard, Moment, Posterior
-from secateur.search.select import select
-from secateur.selection import Pull, Selection, Source
+from secateur.search.policies import PULLS, Auto, Belief, Budget, Heard, Moment, Posterior, Slope
+from secateur.search.select import Passes, select
+from secateur.selection import Pull, Selection
 from secateur.units import HEAD, MLP, Unit
-from tiny import CAUSAL, FAMILIES_TINY, GROUP, IMAGES, MASKED, tiny_batches
-
-LABELLED = [*CAUSAL, *MASKED, *IMAGES]
-GONE = [Unit(HEAD, 0, 1), Unit(MLP, 1, 0, GROUP)]
-
-
-def beside(model: torch.nn.Module, n: int) -> list[dict[str, torch.Tensor]]:
-    """Batches with labels and, beside them, what the dense model gives."""
-    with torch.inference_mode():
-        return [{**batch, BESIDE: reference_of(model, batch)} for batch in tiny_batches(model, n)]
-
-
-# Distances beside losses
-
-
-@pytest.mark.parametrize("name", LABELLED)
-def test_one_pass_gives_the_loss_by_labels_and_the_distance(name: str) -> None:
-    model = FAMILIES_TINY[name]()
-    both = beside(model, 2)
-    joined = {key: torch.cat([batch[key] for batch in both]) for key in both[0]}
-    with torch.inference_mode(), zeroed(model, GONE):
-        losses, distances = part_losses_and_distances(model, joined, 2)
-        for i, batch in enumerate(both):
-            labelled = {key: x for key, x in batch.items() if key != BESIDE}
-            by_distance = {**labelled, REFERENCE: batch[BESIDE]}
-            assert float(losses[i]) == pytest.approx(float(batch_loss(model, labelled)), rel=1e-5)
-            assert float(distances[i]) == pytest.approx(float(part_losses(model, by_distance, 1)[0]), rel=1e-4, abs=1e-6)
-            assert float(distances[i]) > 1e-6
-
-
-def test_labels_that_do_not_count_are_left_out_of_the_loss_beside_a_distance() -> None:
-    model = FAMILIES_TINY["llama"]()
-    batch = dict(tiny_batches(model, 1)[0])
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][:, -2:] = 0
-    with torch.inference_mode():
-        expected = float(batch_loss(model, batch))
-        batch[BESIDE] = reference_of(model, batch)
-        losses, distances = part_losses_and_distances(model, batch, 1)
-    assert float(losses[0]) == pytest.approx(expected, rel=1e-5)
-    assert float(distances[0]) == pytest.approx(0, abs=1e-6)  # nothing is zeroed
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
-@pytest.mark.parametrize(("stack", "lanes"), [(1, 1), (2, 1), (1, 2)])
-def test_a_meter_measures_both_and_a_cache_changes_neither(name: str, stack: int, lanes: int) -> None:
-    model = FAMILIES_TINY[name]()
-    batches = beside(model, 3)
-    pulls = [(unit, (0, 2)) for unit in candidate_units(model, HEAD)[:4]]
-    plain = list(DamageMeter(model, batches, cache_memory=0, lanes=1).measure(pulls))
-    found = list(DamageMeter(model, batches, stack=stack, lanes=lanes).measure(pulls))
-    for ours, theirs in zip(found, plain, strict=True):
-        for part in ("base_losses", "masked_losses", "base_distances", "masked_distances"):
-            assert len(getattr(ours, part)) == 2
-            assert getattr(ours, part) == pytest.approx(getattr(theirs, part), rel=1e-5, abs=1e-7)
-        assert ours.base_distances == pytest.approx((0, 0), abs=1e-6)  # nothing is committed yet
-        assert min(ours.masked_distances) > 0
-
-
-def test_batches_get_what_the_dense_model_gives_beside_their_labels() -> None:
-    model = FAMILIES_TINY["gpt2"]()
-    batches = Batches(tiny_batches(model, 2), Source("tiny", "train"))
-    found = with_reference(model, batches, beside=True)
-    assert all({"labels", BESIDE} <= batch.keys() and REFERENCE not in batch for batch in found)
-
-
-def test_distances_are_written_only_where_they_were_measured() -> None:
-    plain = Pull(0, UNITS[0], (0,), (1.0,), (1.5,), 0.5, 0.4, 2)
-    assert "base_distances" not in plain.to_json()
-    both = Pull(0, UNITS[0], (0,), (1.0,), (1.5,), 0.5, 0.4, 2, (0.25,), (0.75,))
-    assert both.distances == (0.5,)
-    assert both.to_json()["masked_distances"] == (0.75,)
-    with pytest.raises(ValueError, match="distance for each"):
-        Pull(0, UNITS[0], (0,), (1.0,), (1.5,), 0.5, 0.4, 2, (0.25,), ())
-
+from tiny import FAMILIES_TINY, GROUP, tiny_batches
 
 # Gradients that foretell damages
 
@@ -104,19 +28,26 @@ def test_distances_are_written_only_where_they_were_measured() -> None:
 def test_the_slopes_are_the_first_and_second_order_terms_of_removal(name: str, target: str) -> None:
     model = FAMILIES_TINY[name]()
     units, batches = candidate_units(model, target, GROUP), tiny_batches(model, 4)
-    meter = DamageMeter(model, batches)
+    meter = DamageMeter(model, batches, batches_per_pull=1)
     meter.commit(units[0])
-    slopes = np.array(meter.slopes(units[1:], 4))
-    assert slopes.shape == (len(units) - 1, 2)
-    assert (slopes[:, 1] >= 0).all()
+    slopes = meter.slopes(units[1:], 4)
     assert meter.gradient_batches == 4
     with zeroed(model, [units[0]]):
         gradients = np.array([examples_gradient(model, unit, batches) for unit in units[1:]])
     tokens = 28 / 3 if name == "llama" else 1  # labels that count in a text
-    assert slopes[:, 1] == pytest.approx(tokens * (gradients**2).mean(1) / 2, rel=5e-3, abs=1e-7)
-    first = -gradients.mean(1)
-    assert (np.abs(slopes[:, 0]) <= np.abs(first) * 1.01 + 1e-6).all()  # shrunk, never turned round
-    assert (slopes[:, 0] * first >= -1e-9).all()
+    assert [slope.second for slope in slopes] == pytest.approx(tokens * (gradients**2).mean(1) / 2, rel=5e-3, abs=1e-7)
+    assert [slope.first.mean for slope in slopes] == pytest.approx(-gradients.mean(1), rel=5e-3, abs=5e-4)
+    assert [slope.first.variance for slope in slopes] == pytest.approx(gradients.var(1, ddof=1), rel=5e-3, abs=1e-7)
+    assert {slope.first.count for slope in slopes} == {gradients.shape[1]}
+    rows = gradients.shape[1] // 4
+    drawn = [meter.draw()[0] for _ in range(4)]
+    assert sorted(drawn) == [0, 1, 2, 3]  # the batches of the gradients, each once
+    for i in drawn:
+        expected = -gradients[:, rows * i : rows * (i + 1)].mean(1)
+        found = [meter.firsts(unit, (i,))[0] for unit in units[1:]]
+        assert found == pytest.approx(expected, rel=5e-3, abs=5e-4)
+    meter.commit(units[1])
+    assert meter.firsts(units[2], (0,)) == ()  # they were taken under another mask
 
 
 def examples_gradient(model: Any, unit: Unit, batches: list[dict[str, torch.Tensor]]) -> list[float]:
@@ -174,13 +105,25 @@ def test_every_batch_gives_gradients_once_before_any_gives_them_again() -> None:
 # Posteriors
 
 
+def sloped(first: float, second: float, *, noise: float = 1e-6, **more: Any) -> Belief:
+    return Belief(slope=Slope(Moment(first, noise, 1), second), **more)
+
+
 def test_without_evidence_the_posterior_is_what_gradients_foretell() -> None:
-    posterior = Posterior([Belief(slopes=(0.1, 0.2)), Belief(slopes=(-0.1, 0.05))], carry=0.5)
-    assert posterior.means == pytest.approx([0.3, -0.05])
+    posterior = Posterior([sloped(0.1, 0.2), sloped(-0.1, 0.05)], carry=0.5)
+    assert posterior.means == pytest.approx([0.3, -0.05], rel=1e-3)
+
+
+def test_first_order_terms_count_as_little_as_their_noise_explains_of_them() -> None:
+    rng = np.random.default_rng(0)
+    firsts = rng.normal(0, 0.1, 400)
+    for noise, trust in ((0.0025, 0.75), (0.02, 0.0)):  # a quarter of their square, and more than all of it
+        posterior = Posterior([sloped(first, 0.2, noise=noise) for first in firsts.tolist()], carry=0.5)
+        assert posterior.means - 0.2 == pytest.approx(trust * firsts, abs=0.01)
 
 
 def test_measurements_outweigh_what_gradients_foretell_as_they_grow() -> None:
-    posterior = Posterior([Belief(slopes=(0.0, 0.3)), Belief(slopes=(0.0, 0.1)), Belief(slopes=(0.0, 0.2))], carry=0.5)
+    posterior = Posterior([sloped(0, 0.3), sloped(0, 0.1), sloped(0, 0.2)], carry=0.5)
     rng, distances = np.random.default_rng(0), []
     for _ in range(60):
         posterior.hear([Heard(0, (0.02 + 0.02 * rng.normal(),), 0.5), Heard(1, (0.3 + 0.02 * rng.normal(),), 0.5)])
@@ -190,38 +133,57 @@ def test_measurements_outweigh_what_gradients_foretell_as_they_grow() -> None:
     assert posterior.variances[0] < posterior.variances[2]  # the third was never measured
 
 
-def test_distances_steady_noisy_damages_and_give_way_to_them() -> None:
-    """Two arms of equal damage: by few measurements their distances decide, by many their damages."""
+def test_the_first_order_term_of_a_batch_is_taken_off_what_was_measured_on_it() -> None:
+    """The damages of the two arms differ by 0.1 in truth; a noise of 1 is in the damage and in the first-order term alike."""
+    rng = np.random.default_rng(1)
+    found = {}
+    for known in (True, False):
+        posterior = Posterior([sloped(0, 0.2), sloped(0, 0.2)], carry=0.5)
+        for _ in range(20):
+            noise = rng.normal(0, 1, 2)
+            posterior.hear(
+                [Heard(arm, (0.2 + 0.1 * arm + n,), 0.5, firsts=(n,) if known else ()) for arm, n in enumerate(noise.tolist())]
+            )
+        found[known] = posterior.means
+    assert found[True] == pytest.approx([0.2, 0.3], abs=0.01)
+    assert abs(found[False][1] - 0.3) > 0.03
 
-    def heard(n: int, bias: float) -> Posterior:
-        posterior, rng = Posterior([Belief()] * 6, carry=0.5), np.random.default_rng(1)
-        for _ in range(n):
-            for arm in range(6):
-                distance = 0.1 * arm + 0.01 * rng.normal()
-                wrong = bias if arm == 0 else 0.0
-                posterior.hear([Heard(arm, (distance + wrong + 0.5 * rng.normal(),), 0.5, distances=(distance,))])
-        return posterior
 
-    few = heard(2, bias=0.0)
-    assert list(np.argsort(few.means)) == list(range(6))  # the damages' own noise, 0.5, would hide that order
-    many = heard(400, bias=2.0)
-    assert many.means[0] == max(many.means)  # the labels say that the first arm does harm
+def test_without_gradients_arms_that_were_not_measured_are_believed_to_be_like_the_others() -> None:
+    posterior = Posterior([Belief()] * 3, carry=0.5)
+    for _ in range(4):
+        posterior.hear([Heard(0, (0.1, 0.12), 0.5), Heard(1, (0.3, 0.32), 0.5)])
+    assert posterior.means[0] < posterior.means[2] < posterior.means[1]
+    assert posterior.means[2] == pytest.approx(0.21, abs=0.01)
 
 
 def test_what_earlier_steps_measured_counts_as_much_as_carry_says() -> None:
-    known = [Belief(mean=0.2, variance=0.01, count=8), Belief(mean=0.1, variance=0.01, count=8)]
-    assert Posterior(known, carry=1).means == pytest.approx([0.2, 0.1])
-    forgotten = Posterior(known, carry=0)
-    assert not np.isfinite(forgotten.means).any()
-    with_distances = [Belief(0.2, 0.01, 8, distance=Moment(0.3, 0.01, 8), bias=Moment(-0.1, 0.01, 8))] * 2
-    assert Posterior(with_distances, carry=1).means == pytest.approx([0.2, 0.2])
+    before = Moment(0.2, 0.0001, 8), Moment(0.1, 0.0001, 8)
+    known = [sloped(0, 0.15, rest=rest) for rest in before]
+    assert Posterior(known, carry=1).means == pytest.approx([0.2, 0.1], abs=0.005)
+    assert Posterior(known, carry=0).means == pytest.approx([0.15, 0.15])
+
+
+def test_the_outlook_says_which_arms_are_among_the_best_and_what_the_choice_may_cost() -> None:
+    clear = Posterior([sloped(0, second) for second in (0.1, 0.2, 0.3, 5.0)], carry=0.5)
+    clear.variances = np.full(4, 1e-12)
+    sound, rng = np.ones(4, dtype=bool), np.random.default_rng(0)
+    chances, regret = clear.outlook(2, sound, rng)
+    assert chances.tolist() == [1, 1, 0, 0] and regret == pytest.approx(0, abs=1e-9)
+    assert clear.outlook(2, np.array([False, True, True, True]), rng)[0].tolist() == [0, 1, 1, 0]
+    even = Posterior([sloped(0, 0.1)] * 4, carry=0.5)
+    even.variances = np.full(4, 0.01)
+    chances, regret = even.outlook(1, sound, rng)
+    assert chances == pytest.approx([0.25] * 4, abs=0.04)
+    assert regret == pytest.approx(0.1 * 1.03, abs=0.01)  # the least of four standard normal numbers is -1.03 on average
 
 
 # The search
 
 
-def found_by(meter: Any, k: int, **options: Any) -> Selection:
-    return select(meter, UNITS, policy=Auto(), ratio=k / 36, pulls_per_step=options.pop("pulls", 24), **options)
+def found_by(meter: Any, k: int, pulls: int = 24, **options: Any) -> Selection:
+    """A search that may make so many pulls for each unit, and as many passes' worth of gradients."""
+    return select(meter, UNITS, policy=Auto(Budget(pulls * k, PULLS)), ratio=k / 36, **options)
 
 
 class Foretelling(FakeMeter):
@@ -229,17 +191,25 @@ class Foretelling(FakeMeter):
 
     gradient_batches = 0
 
-    def slopes(self, units: Any, n_batches: int) -> list[tuple[float, ...]]:
-        return [(0.0, 2 * self.damages[unit]) for unit in units]
+    def has_gradients(self, units: Any) -> bool:
+        return True
+
+    def slopes(self, units: Any, n_batches: int) -> list[Slope]:
+        self.gradient_batches += n_batches
+        return [Slope(Moment(0.0, 0.0, 1), 2 * self.damages[unit]) for unit in units]
+
+    def firsts(self, unit: Unit, batches: Any) -> tuple[float, ...]:
+        return (0.0,) * len(batches)
 
 
 def test_passes_with_gradients_are_counted_three_times_and_kept_in_the_file(tmp_path: Path) -> None:
     model = FAMILIES_TINY["gpt2"]()
     units = candidate_units(model, HEAD)
     meter = DamageMeter(model, tiny_batches(model, 4))
-    selection = select(meter, units, policy=Auto(), ratio=2 / len(units), pulls_per_step=12)
-    assert selection.gradient_batches == meter.gradient_batches == 2
-    assert selection.forwards == meter.forwards + 3 * 2 == sum(pull.forwards for pull in selection.trace) + 6
+    selection = select(meter, units, policy=Auto(Budget(30)), ratio=2 / len(units))
+    assert selection.gradient_batches == meter.gradient_batches > 2
+    gradients = 3 * meter.gradient_batches
+    assert selection.forwards == meter.forwards + gradients == sum(pull.forwards for pull in selection.trace) + gradients
     selection.save(tmp_path / "selection.json")
     assert Selection.load(tmp_path / "selection.json").forwards == selection.forwards
 
@@ -262,11 +232,9 @@ def test_gradients_that_say_the_truth_lead_to_the_best_units() -> None:
 def test_gradients_that_lie_are_corrected_by_measurements() -> None:
     damages = spread(UNITS)
 
-    class Lying(FakeMeter):
-        gradient_batches = 0
-
-        def slopes(self, units: Any, n_batches: int) -> list[tuple[float, ...]]:
-            return [(0.0, 0.1 if self.damages[unit] > 0.05 else 0.11) for unit in units]
+    class Lying(Foretelling):
+        def slopes(self, units: Any, n_batches: int) -> list[Slope]:
+            return [Slope(Moment(0.0, 0.0, 1), 0.1 if self.damages[unit] > 0.05 else 0.11) for unit in units]
 
     chosen = found_by(Lying(damages, noise=0.001), 4, pulls=144).units
     assert max(damages[unit] for unit in chosen) <= sorted(damages.values())[7]
@@ -295,3 +263,54 @@ def test_a_search_of_several_units_a_step_that_was_stopped_goes_on_to_the_same(s
     with Journal(path, {}) as journal:
         assert journal.n_replayed == stop_at
         assert written(found_by(Foretelling(spread(UNITS)), 12, journal=journal)) == written(whole)
+
+
+def test_the_budget_of_forwards_is_kept_and_what_a_step_leaves_goes_to_the_next() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    units = candidate_units(model, HEAD)
+    for budget in (40, 120):
+        meter = DamageMeter(model, tiny_batches(model, 4), batches_per_pull=1)
+        selection = select(meter, units, policy=Auto(Budget(budget)), ratio=3 / len(units))
+        assert 0.4 * budget < selection.passes < 1.15 * budget
+        assert selection.passes == selection.steps[-1].passes
+        passes = [point[0] for point in selection.progress]
+        assert passes == sorted(passes) and len(passes) == 3
+
+
+def test_a_budget_of_pulls_is_kept() -> None:
+    for budget in (12, 40, 100):
+        selection = select(Foretelling(spread(UNITS)), UNITS, policy=Auto(Budget(budget, PULLS)), ratio=4 / 36)
+        assert 4 <= selection.pulls <= budget
+
+
+def test_experts_and_losses_without_gradients_are_searched_by_measurements_alone() -> None:
+    model = FAMILIES_TINY["gpt2"]()
+    units = candidate_units(model, HEAD)
+
+    def stiff(model: Any, batch: Any) -> torch.Tensor:
+        return batch_loss(model, batch).detach()
+
+    for loss, looks in ((stiff, False), (batch_loss, True)):
+        meter = DamageMeter(model, tiny_batches(model, 4), loss=loss, batches_per_pull=1)
+        assert meter.has_gradients(units) is looks
+        selection = select(meter, units, policy=Auto(Budget(40)), ratio=2 / len(units))
+        assert len(selection.units) == 2 and (selection.gradient_batches > 0) is looks
+
+
+def test_passes_count_a_run_from_the_first_block_that_is_new_in_it() -> None:
+    passes = Passes(4)
+
+    def pull(unit: Unit, *batches: int) -> Pull:
+        losses = (0.0,) * len(batches)
+        return Pull(0, unit, batches, losses, losses, 0.0, 0.5, 1)
+
+    passes.add(pull(Unit(HEAD, 0, 0), 7))
+    assert passes.count == 1 + 1  # the base run and the masked one, both from the first block
+    passes.add(pull(Unit(HEAD, 3, 0), 7))
+    assert passes.count == 2 + 1 / 4  # the base run is there
+    passes.add(pull(Unit(HEAD, 3, 0), 7))
+    assert passes.count == 2 + 1 / 4  # so is this one
+    passes.commit(Unit(HEAD, 2, 1))
+    passes.commit(Unit(HEAD, 3, 1))
+    passes.add(pull(Unit(HEAD, 1, 0), 7, 8))
+    assert passes.count == 2.25 + 2 / 4 + 3 / 4 + 1 + 3 / 4  # the old batch again from block 2 on, the new one whole

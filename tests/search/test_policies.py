@@ -17,10 +17,10 @@ from secateur.search.policies import (
     UCB,
     ArmStats,
     Array,
+    Auto,
     Belief,
     Choice,
     Greedy,
-    Halving,
     Heard,
     Policy,
     Request,
@@ -30,7 +30,7 @@ from secateur.search.policies import (
     sureness,
 )
 
-EVERY: list[Policy] = [*POLICIES, UCB(c=0), Halving(carry=0), Halving(carry=1)]
+EVERY: list[Policy] = [*POLICIES, UCB(c=0), Auto(carry=0), Auto(carry=1)]
 World = Callable[[int, int], Heard]  # what a pull of an arm measures, the how-manieth pull of the conversation it may be
 
 
@@ -404,7 +404,7 @@ def test_greedy_pulls_every_arm_once_and_all_on_the_same_batches(budget: int, pu
     assert made.choice.arm == 0
 
 
-@pytest.mark.parametrize("policy", [UCB(), Thompson(), Halving()], ids=repr)
+@pytest.mark.parametrize("policy", [UCB(), Thompson()], ids=repr)
 def test_bandits_find_the_best_of_ten_noisy_arms_and_spend_more_on_it_than_a_uniform_rule(policy: Policy) -> None:
     means = np.array([0.35, 0.45, 0.4, 0.3, 0.5, 0.45, 0.75, 0.4, 0.5, 0.3])
     budget, best, found, spent = 200, 6, 0, 0
@@ -414,127 +414,3 @@ def test_bandits_find_the_best_of_ten_noisy_arms_and_spend_more_on_it_than_a_uni
         spent += made.counts[best]
     assert found >= 36
     assert spent / 40 > 1.5 * budget / 10
-
-
-# Halving
-
-
-def by_damage(damages: Sequence[float]) -> World:
-    """Two batches a pull; they differ, but the arms differ in the same way on all of them."""
-    return lambda arm, n: heard(arm, damages[arm] - 0.01, damages[arm] + 0.01)
-
-
-@pytest.mark.parametrize(
-    ("n_arms", "budget", "sizes"),
-    [
-        (16, 32, [16, 8, 4, 2, 2]),
-        (40, 32, [16, 8, 4, 2, 2]),  # more arms than the budget can begin with
-        (9, 32, [9, 5, 3, 2, 2, 2, 2, 2, 2, 2]),
-        (4, 8, [4, 2, 2]),
-        (3, 5, [3, 2]),
-        (2, 3, [2]),
-        (8, 2, [2]),
-        (8, 1, [1]),
-        (1, 8, [1]),
-    ],
-)
-def test_the_better_half_of_the_arms_is_measured_again_until_two_are_left(n_arms: int, budget: int, sizes: list[int]) -> None:
-    damages = np.random.default_rng(n_arms).permutation(np.linspace(-0.1, 0.5, n_arms)).tolist()
-    for seed in range(3):
-        made = talk(Halving(), by_damage(damages), n_arms, budget, seed=seed)
-        assert [len(request.arms) for request in made.requests] == sizes
-        for before, after in itertools.pairwise(made.requests):
-            better = sorted(before.arms, key=damages.__getitem__)[: len(after.arms)]
-            assert set(after.arms) == set(better)
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.__name__)
-def test_all_arms_of_a_request_share_their_batches(world: World) -> None:
-    made = talk(Halving(), world, 13, 40)
-    assert all(request.common and request.pulls == 1 for request in made.requests)
-    assert all(len(set(request.arms)) == len(request.arms) for request in made.requests)
-
-
-def test_broken_arms_do_not_survive_a_round_and_a_round_of_broken_arms_is_the_last() -> None:
-    made = talk(Halving(), every_third_broken, 12, 24)
-    assert [len(request.arms) for request in made.requests] == [12, 4, 2, 2, 2, 2]
-    assert made.broken == {0, 3, 6, 9}
-    assert all(made.broken.isdisjoint(request.arms) for request in made.requests[1:])
-    assert len(talk(Halving(), all_broken, 12, 24).requests) == 1
-
-
-def test_an_arm_that_was_dropped_wins_if_all_survivors_break_the_loss() -> None:
-    damages = [0.4, 0.1, 0.3, 0.2]
-    made = talk(Halving(), lambda arm, n: heard(arm, damages[arm] if n < 4 else math.nan), 4, 8)
-    assert [request.arms for request in made.requests] == [(0, 1, 2, 3), (1, 3)]
-    assert made.choice == Choice(2, 0.5)  # each sound arm was measured on one batch: nothing is known of their noise
-
-
-def test_unknown_arms_are_measured_before_known_ones_and_those_in_the_order_of_their_promise() -> None:
-    means = [0.5, -0.3, 0.2, 0.4, -0.1, 0.3, 0.0, 0.1]
-    beliefs = [Belief(mean, 0.01, 3) for mean in means]
-    order = sorted(range(8), key=means.__getitem__)
-    for unknown in ([], [0], [0, 3, 5], [0, 2, 3, 5, 7]):
-        given = [Belief() if arm in unknown else belief for arm, belief in enumerate(beliefs)]
-        expected = [*unknown, *(arm for arm in order if arm not in unknown)]
-        for seed, m in itertools.product(range(4), (1, 2, 4, 6)):
-            first = talk(Halving(), by_damage(means), 8, 2 * m if m > 1 else 1, seed=seed, beliefs=given).requests[0].arms
-            assert set(first) <= set(unknown) if m < len(unknown) else set(first) == set(expected[:m])
-            assert len(first) == m
-
-
-def test_which_of_the_unknown_arms_begin_is_drawn_by_the_generator() -> None:
-    firsts = {talk(Halving(), noisy, 20, 8, seed=seed).requests[0].arms for seed in range(20)}
-    assert len(firsts) > 15
-    assert {arm for arms in firsts for arm in arms} == set(range(20))
-
-
-def test_what_is_believed_counts_towards_the_choice_by_the_weight_it_carries() -> None:
-    """Arm 0 was believed to do little harm, and now does a little more than arm 1."""
-    beliefs, damages = [Belief(0.0, 0.001, 8), Belief(0.2, 0.001, 8)], [0.15, 0.1]
-    chosen = {carry: talk(Halving(carry), by_damage(damages), 2, 4, beliefs=beliefs).choice.arm for carry in (0, 0.1, 0.5, 1)}
-    # Two pulls of two batches: 4 now, 8 * carry before.
-    assert chosen == {0: 1, 0.1: 1, 0.5: 0, 1: 0}
-
-
-def test_what_is_believed_decides_which_arms_survive_unless_nothing_is_carried() -> None:
-    beliefs = [Belief(-1.0 if arm in (5, 6) else 1.0, 0.001, 100) for arm in range(8)]
-    damages = [0.1 * arm for arm in range(8)]
-    survivors = {
-        carry: [request.arms for request in talk(Halving(carry), by_damage(damages), 8, 16, beliefs=beliefs).requests]
-        for carry in (0, 1)
-    }
-    assert survivors[0][:3] == [tuple(range(8)), (0, 1, 2, 3), (0, 1)]
-    assert survivors[1][:3] == [tuple(range(8)), (0, 1, 5, 6), (5, 6)]
-
-
-@pytest.mark.parametrize("carry", [0.0, 0.5, 1.0])
-def test_halving_is_as_sure_as_the_pooled_noise_of_its_arms_allows(carry: float) -> None:
-    rng = np.random.default_rng(4)
-    before = [rng.normal(0.1, 0.2, 6), rng.normal(0.25, 0.2, 4)]
-    now = [rng.normal(0.1, 0.2, (2, 2)), rng.normal(0.25, 0.2, (2, 2))]
-    beliefs = [Belief(float(np.mean(v)), float(np.var(v, ddof=1)), len(v)) for v in before]
-    pulls = [iter(now[0]), iter(now[1])]
-    made = talk(Halving(carry), lambda arm, _: heard(arm, *map(float, next(pulls[arm]))), 2, 4, beliefs=beliefs)
-    assert len(made.heard) == 4
-
-    weights = [np.array([carry] * len(old) + [1.0] * 4) for old in before]
-    values = [np.concatenate([old, new.ravel()]) for old, new in zip(before, now, strict=True)]
-    means = [float(np.average(v, weights=w)) for v, w in zip(values, weights, strict=True)]
-    squares = sum(float((w * (v - m) ** 2).sum()) for v, w, m in zip(values, weights, means, strict=True))
-    freedom = sum(carry * (len(old) - 1) + (4 if carry else 3) for old in before)
-    spread = math.sqrt(sum(squares / freedom / float(w.sum()) for w in weights))
-    best = means.index(min(means))
-    assert made.choice.arm == best
-    assert made.choice.sure == pytest.approx(NormalDist().cdf((max(means) - min(means)) / spread))
-
-
-def test_without_a_second_measurement_of_any_arm_halving_is_not_sure() -> None:
-    made = talk(Halving(), lambda arm, _: heard(arm, 0.1 * arm), 2, 3)
-    assert made.choice == Choice(0, 0.5)
-
-
-@pytest.mark.parametrize("carry", [-0.1, 1.1, math.nan, math.inf])
-def test_a_weight_of_earlier_measurements_that_is_no_share_is_refused(carry: float) -> None:
-    with pytest.raises(SettingError, match=str(carry)):
-        Halving(carry)

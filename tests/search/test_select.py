@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,22 @@ from secateur.files.journal import Journal
 from secateur.model.families import candidate_units
 from secateur.search.damage import DamageMeter
 from secateur.search.goals import Count, Share
-from secateur.search.policies import UCB, Auto, Belief, Choice, Conversation, Greedy, Halving, Heard, Policy, Request, Thompson
+from secateur.search.policies import (
+    PULLS,
+    UCB,
+    Auto,
+    Belief,
+    Budget,
+    Choice,
+    Conversation,
+    Greedy,
+    Heard,
+    Moment,
+    Policy,
+    Request,
+    Slope,
+    Thompson,
+)
 from secateur.search.select import Asked, Beliefs, Measured, Meter, Screen, select, select_by_score
 from secateur.selection import Pull, Selection
 from secateur.units import HEAD, MLP, Unit, enumerate_units
@@ -120,8 +134,8 @@ def test_a_pool_size_is_kept_up_to_the_candidates_that_remain(policy: Policy, as
     assert len(pulled) == got or (isinstance(policy, Thompson) and len(pulled) <= got)
 
 
-def test_halving_has_all_that_remain_in_its_pool_and_greedy_as_many_as_its_budget() -> None:
-    for policy, pools in ((Halving(), [36, 35, 34, 33]), (Greedy(), [8] * 4)):
+def test_auto_has_all_that_remain_in_its_pool_and_greedy_as_many_as_its_budget() -> None:
+    for policy, pools in ((Auto(), [36, 35, 34, 33]), (Greedy(), [8] * 4)):
         selection = select(FakeMeter(spread(UNITS)), UNITS, policy=policy, ratio=0.1, pulls_per_step=8)
         assert [step.pool for step in selection.steps] == pools
 
@@ -295,15 +309,14 @@ def test_progress_tells_of_every_pull_and_of_the_best_unit_so_far() -> None:
     assert listener.steps == list(selection.steps)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", [UCB(), Thompson(), Greedy()], ids=repr)
 def test_a_step_tells_of_the_mean_damage_that_its_own_pulls_measured_of_the_chosen_unit(policy: Policy) -> None:
-    listener = Listener()
-    selection = select(FakeMeter(spread(UNITS)), UNITS, policy=policy, ratio=0.1, pulls_per_step=12, watcher=listener)
+    selection = select(FakeMeter(spread(UNITS)), UNITS, policy=policy, ratio=0.1, pulls_per_step=12)
     pulled = [
         [pull.damage for pull in selection.trace if (pull.step, pull.unit) == (step.step, step.unit)]
         for step in selection.steps
     ]
-    assert listener.damages == [pytest.approx(np.mean(damages)) for damages in pulled]
+    assert [step.damage for step in selection.steps] == [pytest.approx(np.mean(damages)) for damages in pulled]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +382,7 @@ def test_a_unit_is_not_blamed_for_a_base_loss_that_is_not_finite(policy: Policy)
     damages = spread(UNITS)
     meter = OneBadBatch(damages)
     selection = select(meter, UNITS, policy=with_pool(policy, 36), ratio=0.3, pulls_per_step=40)
-    assert selection.nonfinite_pulls > 0
+    assert selection.nonfinite_pulls > 0 or isinstance(policy, Auto)  # which may be sure before it meets that batch
     assert all(step.broken == 0 for step in selection.steps)
     assert all(step.sure is None or 0 <= step.sure <= 1 for step in selection.steps)
     if isinstance(policy, UCB | Thompson):
@@ -562,24 +575,12 @@ def test_thompson_sampling_asks_for_one_pull_at_a_time_as_its_pulls_hang_on_the_
     assert [len(request) for request in meter.requests] == [1] * 4 * 32
 
 
-def test_halving_shares_the_batches_of_a_request_and_draws_new_ones_for_the_next() -> None:
-    meter = FakeMeter(spread(UNITS))
-    select(meter, UNITS, policy=Halving(), goal=Count(2), pulls_per_step=64)
-    assert [len(request) for request in meter.requests] == [32, 16, 8, 4, 2, 2] * 2
-    assert [len({batches for _, batches in request}) for request in meter.requests] == [1] * 12
-    assert meter.draws == 12
-    for step in (meter.requests[:6], meter.requests[6:]):
-        units = [{unit for unit, _ in request} for request in step]
-        assert all(later <= earlier for earlier, later in itertools.pairwise(units))
-
-
 # Beliefs: what one step passes on to the next
 
 
-def pulls_with(unit: Unit, *damages: float) -> list[Pull]:
+def heard_of(arm: int, *damages: float) -> list[Heard]:
     """Pulls of two batches each."""
-    pairs = zip(damages[::2], damages[1::2], strict=True)
-    return [Pull(0, unit, (0, 1), (3.0, 4.0), (3.0 + a, 4.0 + b), (a + b) / 2, 0.5, 4) for a, b in pairs]
+    return [Heard(arm, pair, 0.5) for pair in zip(damages[::2], damages[1::2], strict=True)]
 
 
 def values(n: int, seed: int = 0) -> list[float]:
@@ -587,12 +588,11 @@ def values(n: int, seed: int = 0) -> list[float]:
 
 
 def test_beliefs_are_the_mean_and_the_sample_variance_of_all_that_was_measured_of_a_unit() -> None:
-    beliefs, per_unit = Beliefs({}), {unit: values(2 * n, seed=n) for n, unit in enumerate(UNITS[:6], start=1)}
-    pulls = [pull for unit, damages in per_unit.items() for pull in pulls_with(unit, *damages)]
+    beliefs, pulls = Beliefs({}), [pull for arm in range(6) for pull in heard_of(arm, *values(2 * arm + 2, seed=arm))]
     for order in (pulls[::2], pulls[1::2]):  # in two steps, the units mixed
-        beliefs.hear(order, Count(1))
-    for unit, belief in zip(per_unit, beliefs.of(list(per_unit)), strict=True):
-        damages = [damage for pull in pulls if pull.unit == unit for damage in pull.damages]
+        beliefs.hear(UNITS[:6], order)
+    for arm, belief in enumerate(beliefs.of(UNITS[:6])):
+        damages = [damage for pull in pulls if pull.arm == arm for damage in pull.damages]
         assert belief.count == len(damages)
         assert belief.mean == pytest.approx(np.mean(damages), rel=1e-12)
         assert belief.variance == pytest.approx(np.var(damages, ddof=1), rel=1e-9)
@@ -600,7 +600,7 @@ def test_beliefs_are_the_mean_and_the_sample_variance_of_all_that_was_measured_o
 
 def test_nothing_is_believed_of_a_unit_that_was_never_measured() -> None:
     beliefs = Beliefs({})
-    beliefs.hear(pulls_with(UNITS[1], 0.1, 0.2), Count(1))
+    beliefs.hear(UNITS, heard_of(1, 0.1, 0.2))
     unknown, known = beliefs.of([UNITS[0], UNITS[1]])
     assert (unknown.count, known.count) == (0, 2)
     assert math.isnan(unknown.mean) and math.isnan(unknown.variance)
@@ -609,9 +609,9 @@ def test_nothing_is_believed_of_a_unit_that_was_never_measured() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_damages_that_are_not_finite_say_nothing_of_a_unit(bad: float) -> None:
     beliefs = Beliefs({})
-    beliefs.hear(pulls_with(UNITS[0], bad, bad), Count(1))
+    beliefs.hear(UNITS, heard_of(0, bad, bad))
     assert beliefs.of([UNITS[0]])[0].count == 0
-    beliefs.hear(pulls_with(UNITS[0], 0.25, bad), Count(1))
+    beliefs.hear(UNITS, heard_of(0, 0.25, bad))
     (belief,) = beliefs.of([UNITS[0]])
     assert belief.count == 1
     assert belief.mean == pytest.approx(0.25)
@@ -623,22 +623,50 @@ def test_a_prior_counts_as_the_measurements_it_stands_for() -> None:
     before = Belief(float(np.mean(damages[:8])), float(np.var(damages[:8], ddof=1)), 8)
     beliefs = Beliefs({UNITS[0]: before})
     assert beliefs.of(UNITS[:2])[0] == before
-    beliefs.hear(pulls_with(UNITS[0], *damages[8:]), Count(1))
+    beliefs.hear(UNITS, heard_of(0, *damages[8:]))
     (belief,) = beliefs.of(UNITS[:1])
     assert belief.count == 12
     assert belief.mean == pytest.approx(np.mean(damages))
     assert belief.variance == pytest.approx(np.var(damages, ddof=1))
 
 
-def test_beliefs_are_in_damage_per_weight_where_a_goal_counts_costs() -> None:
+def test_the_rest_of_a_damage_is_what_the_first_order_term_of_its_batch_leaves() -> None:
+    beliefs = Beliefs({})
+    beliefs.hear(UNITS, [Heard(0, (0.3, 0.5), 0.5, firsts=(0.1, 0.2)), Heard(1, (0.3, 0.5), 0.5)])
+    known, plain = beliefs.of(UNITS[:2])
+    assert (known.mean, known.rest.mean, known.rest.count) == (pytest.approx(0.4), pytest.approx(0.25), 2)
+    assert (plain.mean, plain.rest.mean) == (pytest.approx(0.4), pytest.approx(0.4))
+
+
+class Sloping(FakeMeter):
+    """Gradients that differ from step to step."""
+
+    gradient_batches = 0
+
+    def has_gradients(self, units: Sequence[Unit]) -> bool:
+        return True
+
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[Slope]:
+        self.gradient_batches += n_batches
+        return [Slope(Moment(0.3 * (1 + len(self.committed)), 0.09, 10), 0.6) for _ in units]
+
+    def firsts(self, unit: Unit, batches: Sequence[int]) -> tuple[float, ...]:
+        return ()
+
+
+def test_slopes_are_per_weight_and_those_of_earlier_steps_count_half() -> None:
     costs = {UNITS[0]: 0.1, UNITS[1]: 0.3}  # weights of 0.5 and 1.5
     goal = Share("pounds", 0.7, lambda some: 1 - sum(costs[unit] for unit in some), costs)
-    beliefs, damages = Beliefs({}), values(6)
-    for unit in costs:
-        beliefs.hear(pulls_with(unit, *damages), goal)
+    beliefs, meter = Beliefs({}), Sloping(spread(UNITS))
+    assert beliefs.look(meter, list(costs), 3, goal) == 3
     for belief, weight in zip(beliefs.of(list(costs)), (0.5, 1.5), strict=True):
-        assert belief.mean == pytest.approx(np.mean(damages) / weight)
-        assert belief.variance == pytest.approx(np.var(damages, ddof=1) / weight**2)
+        assert belief.slope and belief.slope.second == pytest.approx(0.6 / weight)
+        assert belief.slope.first == Moment(pytest.approx(0.3 / weight), pytest.approx(0.09 / weight**2), 10)
+    meter.commit(UNITS[5])
+    beliefs.look(meter, [UNITS[0]], 3, goal)
+    (belief,) = beliefs.of([UNITS[0]])
+    assert belief.slope and belief.slope.first.mean == pytest.approx((0.5 * 0.3 + 0.6) / 1.5 / 0.5)
+    assert belief.slope.first.count == 15
 
 
 def test_each_step_begins_with_what_all_earlier_steps_measured() -> None:
@@ -660,35 +688,6 @@ def test_a_prior_is_what_the_first_step_begins_with() -> None:
     policy = scripted(Request((0,)))
     select(FakeMeter(spread(UNITS)), UNITS, policy=policy, goal=Count(1), prior=prior)
     assert [belief for belief in policy.beliefs[0] if belief.count] in ([*prior.values()], [*prior.values()][::-1])
-
-
-def test_halving_measures_every_unit_before_it_measures_one_again_in_a_later_step() -> None:
-    meter = FakeMeter(spread(UNITS))
-    select(meter, UNITS, policy=Halving(), goal=Count(9), pulls_per_step=8)  # four arms a step
-    firsts = [request for request in meter.requests if len(request) == 4]
-    assert len(firsts) == 9
-    assert {unit for request in firsts for unit, _ in request} == set(UNITS)
-
-
-def test_halving_begins_with_the_units_that_a_prior_does_not_know_and_then_with_its_most_promising() -> None:
-    promise = dict(zip(UNITS, np.random.default_rng(1).permutation(36).tolist(), strict=True))
-    prior = {unit: Belief(float(rank), 0.01, 4) for unit, rank in promise.items()}
-    best = sorted(UNITS, key=promise.__getitem__)
-    strangers = best[-3:]
-    for known, expected in ((prior, best[:8]), ({u: prior[u] for u in UNITS if u not in strangers}, [*strangers, *best[:5]])):
-        meter = FakeMeter(spread(UNITS))
-        select(meter, UNITS, policy=Halving(), goal=Count(1), pulls_per_step=16, prior=known)
-        assert {unit for unit, _ in meter.requests[0]} == set(expected)
-
-
-def test_what_a_prior_says_counts_towards_the_choice_of_halving_unless_nothing_is_carried() -> None:
-    units = UNITS[:4]
-    damages = dict(zip(units, [0.1, 0.11, 0.12, 0.13], strict=True))
-    prior = {unit: Belief(-1.0 if unit == units[3] else 1.0, 0.01, 50) for unit in units}
-    for carry, chosen in ((0.5, units[3]), (1.0, units[3]), (0.0, units[0])):
-        meter = FakeMeter(damages, noise=0)
-        selection = select(meter, units, policy=Halving(carry), goal=Count(1), pulls_per_step=8, prior=prior)
-        assert selection.units == (chosen,)
 
 
 def test_the_paper_s_policies_and_greedy_do_not_look_at_a_prior() -> None:
@@ -721,14 +720,14 @@ def search(
     model = FAMILIES_TINY[name]()
     units = candidate_units(model, target, GROUP)
     meter = DamageMeter(model, tiny_batches(model, 5), batches_per_pull=2, stack=stack, lanes=lanes)
-    pulls = 12 if isinstance(policy, Auto) else 6  # Auto spends half of them on gradients
-    settings: dict[str, Any] = {"ratio": 3 / len(units), "pulls_per_step": pulls, "watcher": Stopping(stop_at)}
-    selection = select(meter, units, policy=with_pool(policy, 4), **settings | more)
+    settings: dict[str, Any] = {"ratio": 3 / len(units), "pulls_per_step": 6, "watcher": Stopping(stop_at)}
+    policy = Auto(Budget(18, PULLS)) if isinstance(policy, Auto) else with_pool(policy, 4)
+    selection = select(meter, units, policy=policy, **settings | more)
     assert len(selection.units) == 3
     if isinstance(policy, Auto):
-        assert 9 <= selection.pulls <= 15  # three arms, then the better two unless the first three settle it
+        assert 9 <= selection.pulls <= 18  # three arms, then the doubtful ones unless the first three settle it
     else:
-        assert selection.pulls == (15 if policy == Halving() else 18)  # three arms, then the better two
+        assert selection.pulls == 18
     return selection
 
 

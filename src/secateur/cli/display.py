@@ -70,9 +70,9 @@ class Bars(Watcher):
             completed=progress.step * progress.budget + progress.pull,
         )
 
-    def chosen(self, step: Step, n_steps: int, damage: float) -> None:
+    def chosen(self, step: Step, n_steps: int) -> None:
         if not stderr.is_terminal and not self._replaying:
-            stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (damage {damage:+.4f})")
+            stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (damage {step.damage:+.4f})")
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         self._progress.update(self._task, total=n_batches, completed=batch)

@@ -15,8 +15,8 @@ from secateur.data.images import ImageItems, image_batches
 from secateur.data.texts import text_batches
 from secateur.errors import DataError, ModelError, SettingError
 from secateur.model.families import context_of, task_of
-from secateur.model.losses import BESIDE, REFERENCE, Batch, evaluating, reference_of
-from secateur.settings import BOTH, BUILTIN, DISTANCE, LABELS, Settings
+from secateur.model.losses import REFERENCE, Batch, evaluating, reference_of
+from secateur.settings import BUILTIN, DISTANCE, LABELS, Settings
 from secateur.tasks import IMAGE, MASKED, TASKS, TEXT, TEXT_CLASSES
 
 
@@ -35,9 +35,9 @@ def load_batches(
     labelled = has_labels(batches)
     if settings.loss == LABELS and not labelled:
         raise DataError(f"The data {name!r} ({split}) have no labels for a model for {task_of(model)}; use --loss distance.")
-    own = settings.loss not in (None, LABELS, DISTANCE, BOTH)
-    by_distance = not own and (not labelled or (settings.loss in (DISTANCE, BOTH) and split == "train"))
-    return with_reference(model, batches, beside=labelled and settings.loss == BOTH) if by_distance else batches
+    own = settings.loss not in (None, LABELS, DISTANCE)
+    by_distance = not own and (not labelled or (settings.loss == DISTANCE and split == "train"))
+    return with_reference(model, batches) if by_distance else batches
 
 
 def _read_texts(
@@ -94,7 +94,6 @@ class _Referenced(Sequence[Batch]):
 
     items: Sequence[Batch]
     references: list[Tensor]
-    name: str  # of the entry that holds it
 
     def __len__(self) -> int:
         return len(self.items)
@@ -106,19 +105,17 @@ class _Referenced(Sequence[Batch]):
     def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return {**self.items[index], self.name: self.references[index]}
+        return {**self.items[index], REFERENCE: self.references[index]}
 
 
-def with_reference(model: nn.Module, batches: Batches, *, beside: bool = False) -> Batches:
+def with_reference(model: nn.Module, batches: Batches) -> Batches:
     """The batches with the model's own outputs, from which distances are measured: run it before anything is zeroed.
-
-    With `beside` a meter measures both the loss by the batches' labels and the distance.
 
     >>> DamageMeter(model, with_reference(model, batches))
     """
     with torch.inference_mode(), evaluating(model):
         references = [reference_of(model, batch) for batch in batches]
-    return replace(batches, items=_Referenced(batches.items, references, BESIDE if beside else REFERENCE))
+    return replace(batches, items=_Referenced(batches.items, references))
 
 
 def _checked_length(model: nn.Module, seq_len: int) -> int:

@@ -22,7 +22,6 @@ from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, W
 from secateur.files import jsonio
 from secateur.methods import METHODS, method as method_row
 from secateur.settings import (
-    BOTH,
     DISTANCE,
     LABELS,
     NONE,
@@ -252,9 +251,9 @@ def _cell(
             run_seed = None if not seeded and task == "text" else seed
             choice = Settings(model, target, ratio, method, choice_seed, layout=NONE, **options).for_task(task)
             choice.check()
-            if choice.loss not in (None, LABELS, DISTANCE, BOTH):
+            if choice.loss not in (None, LABELS, DISTANCE):
                 raise SettingError(
-                    f"The loss of a grid is {choice.loss!r}, but must be {LABELS}, {DISTANCE} or {BOTH}: labels judge all runs."
+                    f"The loss of a grid is {choice.loss!r}, but must be {LABELS} or {DISTANCE}: labels judge all runs."
                 )
             check_holdout(choice, data)
             runs[method][run_seed] = Run(label, name, task, choice.without_unused(), judging, run_seed, varied)

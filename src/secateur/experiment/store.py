@@ -49,9 +49,7 @@ class Record:
     reason: str = ""
     judgement: Judgement | None = None
     score_passes: int = 0  # model passes of a score or a set; one with a gradient counts once
-    passes: float | None = (
-        None  # what the choice cost, in forward passes of one batch; partial runs count in part
-    )
+    passes: float | None = None  # what the choice cost, in forward passes of one batch; partial runs count in part
     pass_flops: float | None = None  # FLOPs of such a pass
     progress: tuple[tuple[float, float], ...] = ()  # after each chosen unit: passes, and the damage measured so far
     selection_seconds: float = 0.0

@@ -29,9 +29,9 @@ from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
 from secateur.model import flops
-from secateur.model.families import anatomy, task_of
+from secateur.model.families import task_of
 from secateur.model.loading import Opened, open_model, versions
-from secateur.model.losses import BESIDE, device_of, evaluating, part_losses, part_losses_and_distances
+from secateur.model.losses import device_of, evaluating, part_losses
 from secateur.search.damage import free_memory
 from secateur.selection import Selection, Source
 from secateur.settings import Machine, Provenance, Settings
@@ -104,8 +104,7 @@ class Workplace:
         if key not in self._flops:
             model = self.opened.model
             with torch.inference_mode(), evaluating(model):
-                run = part_losses_and_distances if BESIDE in batch else part_losses
-                self._flops[key] = flops.count(lambda: run(model, batch, 1))
+                self._flops[key] = flops.count(lambda: part_losses(model, batch, 1))
         return self._flops[key]
 
     def dense(self, run: TaskRun, batches: Batches) -> Evaluation:
@@ -250,7 +249,7 @@ def _choose(opened: Opened, calibration: Batches, settings: Settings, part: Part
     started = time.perf_counter()
     memory = int(free_memory(device_of(opened.model)) / 2 * part.memory) if part.memory < 1 else None
     selection = choose(opened, calibration, settings, machine=Machine(cache_memory=memory))
-    seconds, n_blocks = time.perf_counter() - started, len(anatomy(opened.model))
+    seconds = time.perf_counter() - started
     return KnownChoice(
         units=selection.units,
         pulls=selection.pulls,
@@ -258,9 +257,9 @@ def _choose(opened: Opened, calibration: Batches, settings: Settings, part: Part
         nonfinite_pulls=selection.nonfinite_pulls,
         score_passes=settings.score_passes(len(calibration)),
         selection_seconds=seconds,
-        passes=selection.passes(n_blocks),
+        passes=selection.passes,
         pass_flops=_workplace.pass_flops(calibration),
-        progress=selection.progress(n_blocks),
+        progress=selection.progress,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,15 @@ class Journal:
         if not isinstance(record, dict) or any(record.get(key) != value for key, value in jsonio.to_json(expected).items()):
             raise self.edited()
         return record
+
+    def fact(self, name: str, find: Callable[[], Any]) -> Any:
+        """Something that a run finds out once: what an earlier start found, or what `find` returns now and is written down."""
+        recorded = self.replay({"fact": name})
+        if recorded is not None:
+            return recorded.get("value")
+        value = find()
+        self.append({"fact": name, "value": value})
+        return value
 
     def edited(self) -> OutputError:
         """The error to raise if this run did not write the line that was replayed last."""

@@ -27,15 +27,14 @@ from torch import Tensor, nn
 
 from secateur.errors import DataError, SettingError, UnsupportedModel, first_line
 from secateur.model.families import task_of
-from secateur.settings import BOTH, DISTANCE, LABELS
+from secateur.settings import DISTANCE, LABELS
 from secateur.tasks import IMAGE, MASKED, TASKS, TEXT, TOKEN_CLASSES
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]  # of a user's own: the mean loss of a batch, or the loss of each row
 IGNORED = -100
-REFERENCE = "reference"  # what the dense model gave, in place of labels
-BESIDE = "reference_beside_labels"  # the same, where both are measured
-OWN = ("labels", REFERENCE, BESIDE, "last_word")  # entries of a batch that are not for the model
+REFERENCE = "reference"
+OWN = ("labels", REFERENCE, "last_word")  # entries of a batch that are not for the model
 CPU_PIECE, PIECE = 2**18, 2**25  # logits in a piece: 1 MiB fits in a CPU's cache, other devices are faster on large matrices
 LEAST_WIDTH = 256  # of a piece, for any number of rows: a narrower matrix product is slow
 
@@ -46,7 +45,6 @@ class Rows(NamedTuple):
     losses: Tensor  # (rows,) in float32; 0 if the label is -100
     labels: Tensor  # (rows,) the right classes, or the dense model's; -100 where nothing counts
     best: Tensor | None  # (rows, 1 or 5) the classes of the highest logits, if they were asked for
-    by_labels: Tensor | None = None  # where `losses` are distances and the batch has labels beside: the losses by those
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -87,26 +85,16 @@ def part_losses(model: nn.Module, batch: Batch, parts: int, loss: Loss | None = 
     """The mean loss of each part of a batch that consists of equal parts, one after another."""
     if loss is not None:
         return _own_losses(loss, model, batch, parts)
-    rows = row_losses(model, batch)
-    return rows.losses.view(parts, -1).sum(1) / (rows.labels.view(parts, -1) != IGNORED).sum(1)
-
-
-def part_losses_and_distances(model: nn.Module, batch: Batch, parts: int) -> tuple[Tensor, Tensor]:
-    """The mean loss by labels and the mean distance from the dense model of each part, from one forward pass."""
-    rows = _distances(model, {**batch, REFERENCE: batch[BESIDE]}, best=False)
-    assert rows.by_labels is not None
-    labels = _row_labels(batch, shifted=_predicts_next(model)) if batch["labels"].dim() == 2 else batch["labels"]
-    counts = [(those.view(parts, -1) != IGNORED).sum(1).to(rows.losses.device) for those in (labels, rows.labels)]
-    sums = [losses.view(parts, -1).sum(1) for losses in (rows.by_labels, rows.losses)]
-    return sums[0] / counts[0], sums[1] / counts[1]
+    losses, labels, _ = row_losses(model, batch)
+    return losses.view(parts, -1).sum(1) / (labels.view(parts, -1) != IGNORED).sum(1)
 
 
 def batch_losses(model: nn.Module, batch: Batch, loss: Loss | None = None) -> tuple[float, int]:
     """The sum of the losses of a batch's rows, and how many rows count; a loss of the user's own counts every batch alike."""
     if loss is not None:
         return float(batch_loss(model, batch, loss)), 1
-    rows = row_losses(model, batch)
-    return float(rows.losses.sum()), int((rows.labels != IGNORED).sum())
+    losses, labels, _ = row_losses(model, batch)
+    return float(losses.sum()), int((labels != IGNORED).sum())
 
 
 def _own_losses(loss: Loss, model: nn.Module, batch: Batch, parts: int) -> Tensor:
@@ -126,9 +114,9 @@ def row_losses(model: nn.Module, batch: Batch, *, best: bool = False) -> Rows:
     if "labels" not in batch and REFERENCE not in batch:
         raise DataError("A batch has no labels; give some, or measure the distance from the dense model (loss='distance').")
     if REFERENCE in batch:
-        losses, labels, highest, _ = _distances(model, batch, best=best)
+        losses, labels, highest = _distances(model, batch, best=best)
     elif (head := output_layer(model) if batch["labels"].dim() == 2 else None) is not None:
-        losses, labels, highest, _ = _losses_by_pieces(model, head, batch, best=best)
+        losses, labels, highest = _losses_by_pieces(model, head, batch, best=best)
     else:
         logits, labels = predict(model, batch)
         losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
@@ -162,18 +150,13 @@ def _pieces(model: nn.Module, head: nn.Linear, hidden: Tensor, labels: Tensor, *
     for start, stop in _pieces_of(head, hidden):
         logits = _logits(model, head, hidden, start, stop)  # (rows, classes of the piece)
         sums.append(logits.logsumexp(-1))
-        label_logits = _label_logits(label_logits, logits, labels, start, stop)
+        in_piece = (labels >= start) & (labels < stop)
+        gathered = logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0]
+        label_logits = torch.where(in_piece, gathered, label_logits)
         if highest:
             highest.add(logits, start)
     losses = torch.stack(sums).logsumexp(0) - label_logits
     return Rows(losses.masked_fill(labels == IGNORED, 0), labels, highest.classes[:, None] if highest else None)
-
-
-def _label_logits(known: Tensor, logits: Tensor, labels: Tensor, start: int, stop: int) -> Tensor:
-    """The logits of the labels, with those of the piece from class `start` to `stop` filled in."""
-    in_piece = (labels >= start) & (labels < stop)
-    gathered = logits.gather(1, (labels - start).clamp(0, stop - start - 1)[:, None])[:, 0]
-    return torch.where(in_piece, gathered, known)
 
 
 class _Highest:
@@ -204,7 +187,7 @@ def _logits(model: nn.Module, head: nn.Linear, hidden: Tensor, start: int, stop:
 
 def own_loss(name: str | None) -> Loss | None:
     """The function that a setting names as module:function or file.py:function; None if it names a loss of ours."""
-    if name in (None, LABELS, DISTANCE, BOTH):
+    if name in (None, LABELS, DISTANCE):
         return None
     place, _, function = str(name).rpartition(":")
     try:
@@ -258,11 +241,8 @@ def _distances(model: nn.Module, batch: Batch, *, best: bool) -> Rows:
     expected, found = (x.flatten(0, -2).float() for x in (reference, logits))
     real = real_positions(batch) if task.per_token else None
     labels = expected.argmax(-1) if real is None else expected.argmax(-1).masked_fill(~real.to(expected.device), IGNORED)
-    log_found = found.log_softmax(-1)
-    losses = (expected.softmax(-1) * (expected.log_softmax(-1) - log_found)).sum(-1)
-    own = batch["labels"].flatten().to(found.device) if BESIDE in batch else None
-    by_labels = None if own is None else F.nll_loss(log_found, own, ignore_index=IGNORED, reduction="none")
-    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, _highest(found, 1) if best else None, by_labels)
+    losses = (expected.softmax(-1) * (expected.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
+    return Rows(losses.masked_fill(labels == IGNORED, 0), labels, _highest(found, 1) if best else None)
 
 
 def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, reference: Tensor, *, best: bool) -> Rows:
@@ -272,19 +252,14 @@ def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, refer
     """
     hidden = _before(model, head, batch)
     real = real_positions(batch)
-    real = torch.ones(hidden.shape[:2].numel(), dtype=torch.bool) if real is None else real
-    real = counted = real.to(hidden.device)
-    own = _own_labels(model, batch) if BESIDE in batch else None
-    if own is not None:
-        counted = real | (own != IGNORED)  # a position that does not count may predict one that does
-        own = own[counted]
+    counted = torch.ones(hidden.shape[:2].numel(), dtype=torch.bool) if real is None else real
+    counted = counted.to(hidden.device)
     q_hidden, p_hidden = (x.flatten(0, 1)[counted] for x in (hidden, reference.to(hidden.dtype)))
     rows = torch.zeros(len(q_hidden), dtype=torch.long, device=hidden.device)
     highest = (_Highest(rows), _Highest(rows))
     top = torch.full_like(rows, -torch.inf, dtype=torch.float32)
     mass, gaps = torch.zeros_like(top), torch.zeros_like(top)
     sums: list[Tensor] = []
-    own_logits = torch.full_like(top, torch.nan)
     for start, stop in _pieces_of(head, q_hidden):
         p, q = (_logits(model, head, x, start, stop) for x in (p_hidden, q_hidden))
         new_top = torch.maximum(top, p.amax(-1))
@@ -293,25 +268,11 @@ def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, refer
         sums.append(q.logsumexp(-1))
         highest[0].add(p, start)
         highest[1].add(q, start)
-        if own is not None:
-            own_logits = _label_logits(own_logits, q, own, start, stop)
-    norm = torch.stack(sums).logsumexp(0)
-    divergence = gaps / mass - (top + mass.log()) + norm
-    losses = divergence.new_zeros(len(counted)).masked_scatter(counted, divergence).masked_fill(~real, 0)
+    divergence = gaps / mass - (top + mass.log()) + torch.stack(sums).logsumexp(0)
+    losses = divergence.new_zeros(len(counted)).masked_scatter(counted, divergence)
     labels = torch.full((len(counted),), IGNORED, device=hidden.device).masked_scatter(counted, highest[0].classes)
-    labels = labels.masked_fill(~real, IGNORED)
     found = torch.full_like(labels, -1).masked_scatter(counted, highest[1].classes)
-    by_labels = None
-    if own is not None:
-        by_labels = torch.zeros_like(losses).masked_scatter(counted, (norm - own_logits).masked_fill(own == IGNORED, 0))
-    return Rows(losses, labels, found[:, None] if best else None, by_labels)
-
-
-def _own_labels(model: nn.Module, batch: Batch) -> Tensor:
-    """The label of what each position predicts, one row each; -100 where it predicts nothing that counts."""
-    labels = _row_labels(batch, shifted=_predicts_next(model)).view(len(batch["labels"]), -1).to(device_of(model))
-    missing = batch["labels"].shape[1] - labels.shape[1]  # the last token predicts one that is not there
-    return F.pad(labels, (0, missing), value=IGNORED).flatten()
+    return Rows(losses, labels, found[:, None] if best else None)
 
 
 # Calling the model

@@ -13,7 +13,7 @@ from secateur.search.goals import Count, Goal
 from secateur.search.scores import unit_scores, unit_set
 from secateur.search.select import Screen, select, select_by_score
 from secateur.selection import Selection
-from secateur.settings import Machine, Provenance, Settings, needs_ratio
+from secateur.settings import OF_A_STEP, SECONDS, Machine, Provenance, Settings, needs_ratio
 from secateur.units import Unit, n_selected
 from secateur.watcher import Watcher
 
@@ -29,8 +29,8 @@ def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: 
         opened.model,
         calibration,
         loss=opened.loss,
-        batches_per_pull=settings.batches_per_pull,
-        batches_per_step=settings.batches_per_step,
+        batches_per_pull=1 if settings.planned else settings.batches_per_pull,
+        batches_per_step=None if settings.planned else settings.batches_per_step,
         cache_memory=machine.cache_memory,
         stack=settings.stack,
         lanes=machine.lanes,
@@ -61,14 +61,14 @@ def choose_units(
         chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
     else:
         meter = meter_of(opened, calibration, settings, machine)
-        screen = None
+        settings_here, screen = in_forwards(settings, meter, journal, watcher), None
         if settings.screening:
             scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
             screen = Screen(scores, settings.screen or len(units))
         chosen = select(
             meter,
             units,
-            policy=settings.row.policy(settings),
+            policy=settings.row.policy(settings_here),
             ratio=settings.ratio,
             goal=goal,
             pulls_per_step=settings.pulls_per_step,
@@ -84,10 +84,31 @@ def choose_units(
         chosen,
         made_with=provenance(opened, settings, calibration),
         versions=versions(),
-        score_passes=settings.score_cost(len(calibration)),
+        passes=chosen.passes + settings.score_cost(len(calibration)),
         calibration=calibration.source,
         goal=goal.reached(chosen.units) if goal else None,
     )
+
+
+def in_forwards(
+    settings: Settings, meter: DamageMeter, journal: Journal | None = None, watcher: Watcher | None = None
+) -> Settings:
+    """The same with a budget of seconds turned into forwards, once: a search that goes on takes what its journal says."""
+    watcher = watcher or Watcher()
+    if not settings.planned:
+        return settings
+    if unread := [name for name in OF_A_STEP if getattr(settings, name) != getattr(Settings, name)]:
+        watcher.say(f"{settings.method} has a budget for the whole search, --budget, and does not read {', '.join(unread)}.")
+    amount, what = settings.amount
+    if what != SECONDS:
+        return settings
+
+    def find() -> int:
+        return max(1, round(amount / meter.pass_seconds()))
+
+    forwards = journal.fact("forwards", find) if journal else find()
+    watcher.say(f"{settings.budget} are about {forwards} forwards here; --budget {forwards}forwards repeats this search.")
+    return replace(settings, budget=f"{forwards}forwards")
 
 
 def _count(settings: Settings, units: Sequence[Unit], goal: Goal | None) -> int:

@@ -8,10 +8,10 @@ is new (prefixes.py). Losses are the same to the bit as those of full runs.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -19,22 +19,16 @@ from torch import nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.model.families import anatomy
-from secateur.model.losses import BESIDE, IGNORED, REFERENCE, Batch, Loss, device_of, part_losses, part_losses_and_distances
+from secateur.model.losses import IGNORED, REFERENCE, Batch, Loss, device_of, evaluating, part_losses
 from secateur.model.zeroing import zeroed, zeroed_in_parts
 from secateur.search.lanes import Lane, Lanes
+from secateur.search.policies import Moment, Slope
 from secateur.search.prefixes import Prefixes
-from secateur.search.scores import mask_gradients
+from secateur.search.scores import differentiable, mask_gradients
 from secateur.search.select import Asked, Measured
 from secateur.selection import Pull, paired_damages
 from secateur.streams import BATCHES, GRADIENTS, stream
 from secateur.units import HEAD, MLP, Unit
-
-
-class Losses(NamedTuple):
-    """What one run on one batch gave."""
-
-    loss: float
-    distance: float | None = None  # from the dense model, where it is measured beside the loss by labels
 
 
 class DamageMeter:
@@ -92,10 +86,12 @@ class DamageMeter:
         self._gradient_rng, self._gradient_order = stream(seed, GRADIENTS), list[int]()
         self._prefixes = Prefixes(len(anatomy(model)), self.cache_memory)
         self._kinds: set[str] = set()  # sides of the units measured so far
-        self._base_losses: dict[int, Losses] = {}  # this and the next two hold for the present step
-        self._masked_losses: dict[tuple[Unit, int], Losses] = {}
+        self._base_losses: dict[int, float] = {}  # this and the next two hold for the present step
+        self._masked_losses: dict[tuple[Unit, int], float] = {}
         self._counted: set[Any] = set()  # the losses that a pull has asked for: some are measured before that
         self._expected: list[tuple[Unit, int]] = []
+        self._firsts: dict[tuple[Unit, int], float] = {}  # by unit and batch: the first-order term under the committed units
+        self._drawn_from: list[int] = []  # the batches of these, in turn
         self._draw_step()
 
     @property
@@ -109,7 +105,11 @@ class DamageMeter:
         return self._prefixes.bytes
 
     def draw(self) -> tuple[int, ...]:
-        """Draw the batches of one pull, all different."""
+        """Draw the batches of one pull, all different; after a look at gradients their batches in turn."""
+        if self._drawn_from:
+            n = min(self.batches_per_pull, len(self._drawn_from))
+            drawn, self._drawn_from = self._drawn_from[:n], [*self._drawn_from[n:], *self._drawn_from[:n]]
+            return tuple(drawn)
         return tuple(int(i) for i in self._rng.choice(self._step_batches, size=self.batches_per_pull, replace=False))
 
     def measure(self, pulls: Sequence[Asked]) -> Iterator[Measured]:
@@ -126,30 +126,49 @@ class DamageMeter:
         measured = next(self.measure([(unit, self.draw())]))
         return sum(paired_damages(measured.base_losses, measured.masked_losses)) / len(measured.base_losses)
 
-    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]:
+    def has_gradients(self, units: Sequence[Unit]) -> bool:
+        """Whether slopes can be taken: not of experts, nor of a loss of one's own that torch cannot differentiate."""
+        if any(layer.experts for layer in anatomy(self.model)):
+            return False
+        return self.loss is None or differentiable(self.model, self.batches[0], self.loss)
+
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[Slope]:
         """What gradients under the committed units foretell of each unit's damage: its terms of first and second order.
 
         A mask m multiplies the unit, and removal takes it from 1 to 0: the loss changes by -L'(1) + L''(1) / 2. The second
         derivative is taken as the mean square of the examples' first ones (the Fisher information), times the predictions that
-        an example's loss is the mean of: the slopes of single tokens are all but independent. The first-order term is
-        mostly the labels' noise until there are many examples: it is shrunk by what that noise would explain (the damage of
-        4 of DeiT-Tiny's heads, chosen from 20 batches of 8 images: +0.009 without, -0.014 with the term halved). The batches
-        come in an order of their own, each once before any comes again.
+        an example's loss is the mean of: the slopes of single tokens are all but independent. The batches come in an order of
+        their own, each once before any comes again, and the pulls until the next commit are made on them.
         """
         wanted = [self._next_gradient_batch() for _ in range(min(n_batches, len(self.batches)))]
         batches = [self.batches[i] for i in wanted]
         with zeroed(self.model, self.committed):
             gradients = mask_gradients(self.model, units, batches, self.loss).double()
         self.gradient_batches += len(wanted)
+        self._drawn_from, self._firsts = wanted, {}
         squares = gradients.square().mean(0)
-        second = squares * _predictions(batches) / 2
+        second = (squares * _predictions(batches) / 2).tolist()
         if REFERENCE in self.batches[0]:
-            return [(value,) for value in second.tolist()]  # a distance is least, and flat, at the dense model
-        first = -gradients.mean(0)
-        noise = squares / len(gradients)
-        spread = (first.square().mean() - noise.mean()).clamp(min=0)
-        first *= spread / (spread + noise + torch.finfo(noise.dtype).tiny)
-        return list(zip(first.tolist(), second.tolist(), strict=True))
+            gradients = torch.zeros_like(gradients)  # a distance is least, and flat, at the dense model
+        rows = iter(gradients.split([len(next(iter(batch.values()))) for batch in batches]))
+        for i in wanted:
+            self._firsts.update({(unit, i): -g for unit, g in zip(units, next(rows).mean(0).tolist(), strict=True)})
+        means, variances = (-gradients.mean(0)).tolist(), gradients.var(0).tolist()
+        moments = [Moment(mean, variance, len(gradients)) for mean, variance in zip(means, variances, strict=True)]
+        return [Slope(moment, value) for moment, value in zip(moments, second, strict=True)]
+
+    def firsts(self, unit: Unit, batches: Sequence[int]) -> tuple[float, ...]:
+        """The first-order term of the unit's damage on each of these batches, if gradients were taken since the last commit."""
+        found = [self._firsts.get((unit, i)) for i in batches]
+        return tuple(first for first in found if first is not None) if None not in found else ()
+
+    def pass_seconds(self) -> float:
+        """The time of a forward pass of one batch; counts nothing."""
+        with torch.inference_mode(), evaluating(self.model):
+            self._losses(self.model, self.batches[0], 1)  # warms up
+            started = time.perf_counter()
+            self._losses(self.model, self.batches[0], 1)
+            return time.perf_counter() - started
 
     def _next_gradient_batch(self) -> int:
         if not self._gradient_order:
@@ -161,19 +180,15 @@ class DamageMeter:
         pairs = [(pull.unit, i) for i in pull.batches]
         self.pulls += 1
         self._counted.update([*pull.batches, *pairs])
-        base, masked = (
-            [Losses(*both) for both in zip_longest(losses, distances)]
-            for losses, distances in ((pull.base_losses, pull.base_distances), (pull.masked_losses, pull.masked_distances))
-        )
-        self._base_losses.update(zip(pull.batches, base, strict=True))
-        self._masked_losses.update(zip(pairs, masked, strict=True))
+        self._base_losses.update(zip(pull.batches, pull.base_losses, strict=True))
+        self._masked_losses.update(zip(pairs, pull.masked_losses, strict=True))
 
     def commit(self, unit: Unit) -> None:
         """Zero the unit from now on. This alone invalidates the cache."""
         self.committed.append(unit)
         self._expected = []
         self._base_losses, self._masked_losses = {}, {}
-        self._counted = set()
+        self._counted, self._firsts, self._drawn_from = set(), {}, []
         self._prefixes.cut(unit.layer)
         self._draw_step()
 
@@ -184,11 +199,8 @@ class DamageMeter:
         self._count([*batches, *pairs])
         self._kinds.add(unit.side)
         self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses], batches)
-        base, masked = [self._base_losses[i] for i in batches], [self._masked_losses[pair] for pair in pairs]
-        distances = [tuple(both.distance for both in of if both.distance is not None) for of in (base, masked)]
-        return Measured(
-            tuple(both.loss for both in base), tuple(both.loss for both in masked), self.forwards - before, *distances
-        )
+        base, masked = (self._base_losses[i] for i in batches), (self._masked_losses[pair] for pair in pairs)
+        return Measured(tuple(base), tuple(masked), self.forwards - before)
 
     def _count(self, runs: Iterable[Any]) -> None:
         """Count the runs that no earlier pull of this step asked for."""
@@ -213,16 +225,15 @@ class DamageMeter:
         for run, losses in zip(runs, self._lanes.map(self._run_losses, runs, self.committed), strict=True):
             self._masked_losses.update(zip(run, losses, strict=True))
 
-    def _base_loss(self, lane: Lane, i: int) -> Losses:
+    def _base_loss(self, lane: Lane, i: int) -> float:
         with self._prefixes.recorded(lane.layers, i, self._kinds):
-            losses = self._losses(lane.model, self.batches[i], 1)[0]
-        loss = losses.loss
+            loss = self._losses(lane.model, self.batches[i], 1)[0]
         if not self.committed and not math.isfinite(loss):
             raise ModelError(
                 f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
                 "Try --dtype float32, or look at the data."
             )
-        return losses
+        return loss
 
     def _runs(self, pairs: Iterable[tuple[Unit, int]]) -> Iterator[list[tuple[Unit, int]]]:
         """Group pairs into runs: batches of one shape, units in neighbouring blocks."""
@@ -233,7 +244,7 @@ class DamageMeter:
             for start in range(0, len(together), self.stack):
                 yield together[start : start + self.stack]
 
-    def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[Losses]:
+    def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[float]:
         """The masked losses of each pair of one run."""
         first = run[0][0].layer
         kind = HEAD if any(unit.side == HEAD for unit, _ in run if unit.layer == first) else MLP
@@ -243,11 +254,8 @@ class DamageMeter:
         with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
             return self._losses(lane.model, joined, len(run))
 
-    def _losses(self, model: nn.Module, batch: Batch, parts: int) -> list[Losses]:
-        if BESIDE not in batch:
-            return [Losses(float(loss)) for loss in part_losses(model, batch, parts, self.loss).tolist()]
-        both = part_losses_and_distances(model, batch, parts)
-        return [Losses(float(loss), float(distance)) for loss, distance in zip(*(of.tolist() for of in both), strict=True)]
+    def _losses(self, model: nn.Module, batch: Batch, parts: int) -> list[float]:
+        return [float(loss) for loss in part_losses(model, batch, parts, self.loss).tolist()]
 
 
 def free_memory(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Protocol, runtime_checkable
 
@@ -31,12 +31,19 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Slope:
+    """What gradients foretell of an arm's damage: the two terms of its expansion in the arm's mask."""
+
+    first: Moment  # of single examples
+    second: float
+
+
+@dataclass(frozen=True)
 class Belief(Moment):
     """What is known of an arm beforehand: first of all its damage."""
 
-    distance: Moment = Moment()  # what its removal adds to the distance from the dense model, where that is measured beside
-    bias: Moment = Moment()  # damage minus distance
-    slopes: tuple[float, ...] = ()  # what gradients foretell: the terms of first and second order, which add up to the damage
+    rest: Moment = Moment()  # the damage beyond the first-order term of the same batch
+    slope: Slope | None = None
 
 
 @dataclass(frozen=True)
@@ -63,15 +70,16 @@ class Heard:
     damages: tuple[float, ...]
     reward: float
     broken: bool = False  # the arm's mask made the loss non-finite
-    distances: tuple[float, ...] = ()  # the same by the distance from the dense model, where it is measured beside the loss
+    firsts: tuple[float, ...] = ()  # what the gradients of the same batches foretell to first order, where they were taken
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The arm that a policy chose, and the probability, by what it measured, that the arm is better than the runner-up."""
+    """The arm that a policy chose, and the probability, by what it measured, that it is the right one."""
 
     arm: int
     sure: float | None = None  # None: there was no other arm to compare with
+    damage: float | None = None  # the arm's damage as the policy believes
     more: tuple[Choice, ...] = ()  # the next best arms that it measured, if it was asked for several
 
 
@@ -90,6 +98,28 @@ class Policy(Protocol):
         ...
 
 
+FORWARDS, PULLS = "forwards", "pulls"
+GRADIENT_PASSES = 3  # what a batch with gradients costs, in forward passes
+PULL_PASSES = 0.6  # what a pull of one batch costs on average: half a pass, and its share of the base run
+DRAWS = 2000  # from a posterior, for chances
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a whole search may spend: forward passes of one batch, or pulls."""
+
+    amount: float
+    of: str = FORWARDS
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a search has spent so far."""
+
+    passes: float = 0.0
+    pulls: int = 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a policy wants to do in one step."""
@@ -101,11 +131,11 @@ class Plan:
 
 @runtime_checkable
 class Planner(Protocol):
-    """A policy that may choose several units in a step, and look at gradients first."""
+    """A policy that divides a budget of its own among the steps, may choose several units in one, and may look at gradients."""
 
     def pool_size(self, remaining: int, budget: int) -> int: ...
 
-    def plan(self, total: int, left: int, pulls_per_step: int, *, gradients: bool) -> Plan:
+    def plan(self, total: int, left: int, spent: Spent, *, gradients: bool) -> Plan:
         """The next step of a search for `total` units of which `left` are still to be chosen, with or without gradients."""
         ...
 
@@ -260,208 +290,175 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class Halving:
-    """Sequential halving: all arms on common batches, then the better half, and so on; the lowest believed damage wins.
-
-    A measurement of an earlier step counts `carry` times as much as one of this step, since every removed unit changes the
-    damage of the others a little. If the budget is too small for all arms, the step starts with the arms of which nothing is
-    known, then takes those of lowest believed damage.
-    """
-
-    carry: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.carry <= 1:
-            raise SettingError(f"The weight of earlier measurements is {self.carry}, but must lie between 0 and 1.")
-
-    def pool_size(self, remaining: int, budget: int) -> int:
-        return remaining
-
-    def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator) -> Conversation:
-        stats, posterior = ArmStats(len(beliefs)), _Gaussian(beliefs, self.carry)
-        believed = [-math.inf if belief.count == 0 else belief.mean for belief in beliefs]  # an unknown arm may be the best
-        order = sorted(rng.permutation(len(beliefs)).tolist(), key=believed.__getitem__)
-        # m arms, then m/2, then m/4 and so on take just under 2m pulls.
-        survivors = order[: min(budget, max(2, (budget + 1) // 2))]
-        while stats.pulls + len(survivors) <= budget:
-            heard = yield Request(tuple(sorted(survivors)), common=True)
-            stats.hear(heard)
-            posterior.hear(heard)
-            if stats.broken[survivors].all() or len(survivors) == 1:
-                break
-            sound = [arm for arm in survivors if not stats.broken[arm]]
-            ranked = sorted(sound, key=lambda arm: float(posterior.means[arm]))
-            survivors = ranked[: max(2, math.ceil(len(ranked) / 2))]
-        evaluated = (stats.counts > 0) & ~stats.broken
-        if not evaluated.any():
-            return stats.choice()
-        best = min(np.flatnonzero(evaluated).tolist(), key=lambda arm: float(posterior.means[arm]))
-        return Choice(best, sureness(best, posterior.means, posterior.variances, evaluated))
-
-
-@dataclass(frozen=True)
 class Auto:
-    """Halving among the arms that gradients and earlier steps show to be harmless, several units a step.
+    """Look at gradients, measure what they show to be harmless, and then what is still in doubt; several units a step.
 
-    A backward pass foretells the damage of all units at once; a measurement is exact for one unit on a few batches. A step
-    spends half of its pulls' worth on gradients under the present mask, and the rest on measuring the most promising arms on
-    common batches. A posterior weighs both by how well they have agreed so far. It stops early once more pulls would hardly
-    change the choice.
+    A backward pass foretells the damage of all arms at once; a measurement is exact for one arm on one batch. A posterior
+    weighs both. Each round of a step measures arms on a common batch: first those of least believed damage, then those
+    of which it is least clear whether they are among the best. It stops early once more pulls would hardly change the choice.
     """
 
+    budget: Budget = Budget(300)
     steps: int = 8  # at most, for any number of units
-    carry: float = 0.5  # the weight of what earlier steps found
-    enough: float = 0.99  # the probability that settles a choice
+    looking: float = 0.85  # the share of the budget that goes into gradients
+    carry: float = 0.5  # the weight of what earlier steps measured
+    enough: float = 0.01  # the expected regret that is accepted, as a share of the mean damage of the arms
 
     def pool_size(self, remaining: int, budget: int) -> int:
         return remaining
 
-    def plan(self, total: int, left: int, pulls_per_step: int, *, gradients: bool) -> Plan:
+    def plan(self, total: int, left: int, spent: Spent, *, gradients: bool) -> Plan:
         units = min(left, math.ceil(total / self.steps))
-        budget = units * pulls_per_step
+        by_pulls = self.budget.of == PULLS
+        room = (self.budget.amount - (spent.pulls if by_pulls else spent.passes)) / math.ceil(left / units)
+        measuring = room if by_pulls else room * (1 - self.looking if gradients else 1) / PULL_PASSES
+        pulls = max(units, int(measuring))  # no unit is chosen unmeasured
         if not gradients:
-            return Plan(units, budget)
-        # A masked run costs half a forward pass on average, and one with gradients three.
-        return Plan(units, max(units, budget // 2), max(1, budget // 2 // 6))
+            return Plan(units, pulls)
+        passes = pulls * PULL_PASSES * self.looking / (1 - self.looking) if by_pulls else room - pulls * PULL_PASSES
+        return Plan(units, pulls, max(1, int(passes / GRADIENT_PASSES)))
 
     def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
         stats, posterior = ArmStats(len(beliefs)), Posterior(beliefs, self.carry)
         wanted = min(wanted, len(beliefs), budget)
-        believed = np.where(np.isfinite(posterior.means), posterior.means, -np.inf)  # an unknown arm may be the best
-        order = sorted(rng.permutation(len(beliefs)).tolist(), key=believed.__getitem__)
-        survivors = order[: min(budget, max(2 * wanted, (budget + 1) // 2))]
-        while stats.pulls + len(survivors) <= budget:
-            heard = yield Request(tuple(sorted(survivors)), common=True)
+        shuffled = rng.permutation(len(beliefs))  # so that ties are broken by seed
+        first = shuffled[np.argsort(posterior.means[shuffled], kind="stable")]
+        arms = first[: max(wanted, math.ceil(budget / 2))]
+        while True:
+            heard = yield Request(tuple(sorted(arms.tolist())), common=True)
             stats.hear(heard)
             posterior.hear(heard)
-            sound = [arm for arm in survivors if not stats.broken[arm]]
-            means = posterior.means
-            ranked = sorted(sound, key=means.__getitem__)
-            survivors = ranked[: max(2 * wanted, math.ceil(len(ranked) / 2))]
-            if len(survivors) <= wanted or self._settled(stats, posterior, ranked, wanted):
-                break
-        return self._choice(stats, posterior, wanted)
+            room = budget - stats.pulls
+            chances, regret = posterior.outlook(wanted, ~stats.broken, rng)
+            if room < 2 or regret <= self.enough * float(np.abs(posterior.means).mean()):
+                return _best_of(stats, posterior, chances)
+            doubtful = np.argsort(np.where(stats.broken, np.inf, np.abs(chances - 0.5)), kind="stable")
+            arms = doubtful[: max(2, math.ceil(room / 2))]
 
-    def _settled(self, stats: ArmStats, posterior: Posterior, ranked: Sequence[int], wanted: int) -> bool:
-        """Whether the last of the best arms is surely better than the first of the others."""
-        means, variances = posterior.means, posterior.variances
-        others = np.ones(len(means), dtype=bool)
-        others[list(ranked[:wanted])] = False
-        others &= ~stats.broken
-        sure = sureness(ranked[wanted - 1], means, variances, others)
-        return sure is not None and sure >= self.enough
 
-    def _choice(self, stats: ArmStats, posterior: Posterior, wanted: int) -> Choice:
-        sound = (stats.counts > 0) & ~stats.broken
-        if not sound.any():
-            return stats.choice()
-        means, variances = posterior.means, posterior.variances
-        best = sorted(np.flatnonzero(sound).tolist(), key=means.__getitem__)
-        rest = sound.copy()
-        rest[best[:wanted]] = False
-        first, *more = (Choice(arm, sureness(arm, means, variances, rest)) for arm in best)
-        return Choice(first.arm, first.sure, tuple(more))
+def _best_of(stats: ArmStats, posterior: Posterior, chances: Array) -> Choice:
+    """The measured arms from the least believed damage on."""
+    sound = (stats.counts > 0) & ~stats.broken
+    if not sound.any():
+        return stats.choice()
+    means = posterior.means
+    best = sorted(np.flatnonzero(sound).tolist(), key=means.__getitem__)
+    first, *more = (Choice(arm, float(chances[arm]) if len(best) > 1 else None, float(means[arm])) for arm in best)
+    return replace(first, more=tuple(more))
 
 
 class Posterior:
-    """Normal posteriors of the arms' mean damages, from gradients, distances and damages.
+    """Normal posteriors of the arms' mean damages, from gradients and measurements.
 
-    Evidence: the mean damage. Where distances are measured beside it, the mean distance plus as much of the mean bias (damage
-    minus distance) as its own noise leaves credible: the distance is steady and a little wrong, the damage right and noisy.
-    Prior: a b + c d of the slopes b and d of first and second order. In theory a = c = 1; a least-squares fit to the evidence,
-    drawn towards that, corrects them. How far the evidence lies from the fit, beyond its noise, is the prior's own variance.
+    The damage of an arm is the first-order term of its expansion, which gradients give for all arms and many examples, and a
+    rest. The first-order term is mostly the labels' noise until there are many examples: it is shrunk by what that noise
+    explains. Of the rest the second-order term of the gradients is the prior, up to a factor that is fitted; a measurement
+    shows it on its own batch, without most of the noise, for the first-order term of that very batch is taken off. Without
+    gradients the rest is the whole damage, and the mean over the arms is the prior.
     """
 
     def __init__(self, beliefs: Sequence[Belief], carry: float) -> None:
-        self._damages = _Gaussian(beliefs, carry)
-        self._distances = _Gaussian([belief.distance for belief in beliefs], carry)
-        self._biases = _Gaussian([belief.bias for belief in beliefs], carry)
-        self._slopes = np.array([belief.slopes for belief in beliefs]) if all(b.slopes for b in beliefs) else None
+        slopes = [belief.slope for belief in beliefs if belief.slope]
+        self._looked = len(slopes) == len(beliefs)
+        self._rest = _Gaussian([belief.rest if self._looked else belief for belief in beliefs], carry)
+        self._second = np.array([slope.second for slope in slopes]) if self._looked else np.ones(len(beliefs))
+        self._first, self._noise = _shrunk([slope.first for slope in slopes]) if self._looked else (0.0, 0.0)
+        self._size = self._size_of(self._second)
+        self._doubt = 0.1  # of the prior before anything is measured, in its own size
         self._update()
+
+    def _size_of(self, second: Array) -> Array:
+        """The size of the error of an arm's prior, up to a factor: errors are larger where the terms are."""
+        return second + float(self._second.mean())
 
     def hear(self, heard: Sequence[Heard]) -> None:
         for pull in heard:
-            self._damages.add(pull.arm, pull.damages)
-            self._distances.add(pull.arm, pull.distances)
-            self._biases.add(pull.arm, [a - b for a, b in zip(pull.damages, pull.distances, strict=False)])
+            firsts = pull.firsts if self._looked and pull.firsts else [0.0] * len(pull.damages)
+            self._rest.add(pull.arm, [damage - first for damage, first in zip(pull.damages, firsts, strict=True)])
         self._update()
 
     def _update(self) -> None:
-        means, variances = self._evidence()
-        if self._slopes is None:
-            self.means, self.variances = means, variances
-            return
-        known = np.isfinite(means) & np.isfinite(variances)
-        foretold = self._slopes @ _fit(self._slopes[known], means[known], variances[known])
-        spread = (means - foretold)[known] ** 2 - variances[known]
-        typical = float(np.abs(foretold).mean()) ** 2  # with little evidence the prior is trusted to its own size
-        prior_variance = max((float(spread.sum()) + 2 * typical) / (known.sum() + 2), 0.01 * typical, 1e-16)
-        precision = np.where(known, 1 / np.where(known, np.maximum(variances, 1e-16), 1.0), 0.0)
-        self.variances = 1 / (1 / prior_variance + precision)
-        self.means = self.variances * (foretold / prior_variance + precision * np.where(known, means, 0.0))
+        known, counts, measured = self._rest.known, self._rest.counts, self._rest.means
+        factor = self._factor(measured[known], counts[known], self._second[known])
+        error = (measured - factor * self._second)[known] / self._size[known]
+        total = float(np.mean(error**2)) if len(error) else 1.0
+        # Of a batch; without two measurements of one arm half of what is left to explain is taken for noise.
+        noise = self._rest.batch_variance or 0.5 * total * float(np.mean(self._size**2)) + 1e-16
+        extra = float(np.mean(noise / counts[known] / self._size[known] ** 2)) if len(error) else 0.0
+        n = len(error)
+        spread = max((n * (total - extra) + 2 * self._doubt) / (n + 2), 0.05 * total, 1e-12)  # of an arm's rest about the prior
+        prior_variance = spread * self._size**2
+        precision = counts / noise
+        variances = 1 / (1 / prior_variance + precision)
+        rest = variances * (factor * self._second / prior_variance + precision * np.where(known, measured, 0.0))
+        self.means: Array = self._first + rest
+        self.variances: Array = self._noise + variances
 
-    def _evidence(self) -> tuple[Array, Array]:
-        if not self._distances.known.any():
-            return self._damages.means, self._damages.variances
-        bias, noise = self._biases.means, self._biases.variances
-        both = self._biases.known & np.isfinite(noise)
-        if both.sum() < 2:
-            return self._distances.means, self._distances.variances
-        spread = max(0.0, float(np.var(bias[both], ddof=1) - noise[both].mean()))  # of the true biases
-        centre = float(np.average(bias[both], weights=1 / np.maximum(noise[both], 1e-16)))
-        trust = np.where(both, spread / np.where(both, spread + noise, 1.0), 0.0) if spread else np.zeros(len(bias))
-        means = self._distances.means + centre + trust * np.where(both, bias - centre, 0.0)
-        return means, self._distances.variances + trust * spread
+    def _factor(self, measured: Array, counts: Array, second: Array) -> float:
+        """What the second-order terms are multiplied by: 1 in theory, drawn from there to what fits the measurements."""
+        if not self._looked:
+            return float(np.average(measured, weights=counts)) if len(measured) else 0.0
+        weights = counts / (counts + 1) / np.maximum(self._size_of(second), 1e-16) ** 2
+        drawn = 3 * float(np.mean(weights * second**2)) if len(measured) else 1.0
+        fitted = (float((weights * second * measured).sum()) + drawn) / (float((weights * second**2).sum()) + drawn)
+        return max(fitted, 0.0)
+
+    def outlook(self, wanted: int, sound: npt.NDArray[np.bool_], rng: np.random.Generator) -> tuple[Array, float]:
+        """For each arm the probability that it is one of the `wanted` best; and the regret to expect for the choice made now.
+
+        Both are means over draws from the posterior.
+        """
+        means = np.where(sound, self.means, 1e9)  # an arm that broke the loss is never among the best
+        draws = means + np.sqrt(self.variances) * rng.standard_normal((DRAWS, len(means)))
+        best = np.argpartition(draws, wanted - 1, axis=1)[:, :wanted]
+        chances = np.bincount(best.ravel(), minlength=len(means)) / DRAWS
+        chosen = np.argsort(means, kind="stable")[:wanted]
+        regret = draws[:, chosen].sum(1) - np.take_along_axis(draws, best, 1).sum(1)
+        return chances, float(regret.mean()) / wanted
 
 
-def _fit(slopes: Array, means: Array, variances: Array) -> Array:
-    """The weights of the slopes that fit the evidence best, drawn towards 1 as strongly as by three arms of the usual kind."""
-    ones = np.ones(slopes.shape[1])
-    if not len(slopes):
-        return ones
-    weights = 1 / (variances + float(np.median(variances)) + 1e-16)
-    scale = float(weights.mean()) * (slopes**2).mean(0)
-    gram = (slopes * weights[:, None]).T @ slopes + np.diag(3 * scale + 1e-30)
-    solution: Array = np.linalg.solve(gram, (slopes * weights[:, None]).T @ means + 3 * scale * ones + 1e-30)
-    return np.maximum(solution, 0.0)
+def _shrunk(firsts: Sequence[Moment]) -> tuple[Array, Array]:
+    """First-order terms, shrunk by the share of their size that the noise of the examples explains, and their variances."""
+    means = np.array([first.mean for first in firsts])
+    noise = np.array([first.variance / first.count for first in firsts])
+    if not (noise > 0).any():
+        return means, np.zeros(len(means))
+    signal = float(np.mean(means[noise > 0] ** 2 / noise[noise > 0]))
+    trust = max(0.0, 1 - 1 / signal) if signal > 0 else 0.0
+    return trust * means, trust * noise
 
 
 class _Gaussian:
-    """Normal posteriors of the arms' mean damages. All arms share one variance of a single batch, pooled over the arms."""
+    """Means of what was measured of the arms. All arms share one variance of a single batch, pooled over the arms."""
 
     def __init__(self, beliefs: Sequence[Moment], carry: float) -> None:
-        self._counts = np.array([carry * belief.count for belief in beliefs])
+        self.counts = np.array([carry * belief.count for belief in beliefs])
         self._sums = np.array([carry * belief.count * belief.mean if belief.count else 0.0 for belief in beliefs])
         spread = [(belief.count - 1) * belief.variance for belief in beliefs if belief.count > 1]
         self._squares = carry * sum(spread)  # of deviations from an arm's own mean
         self._freedom = carry * sum(belief.count - 1 for belief in beliefs if belief.count > 1)
 
-    def hear(self, heard: Sequence[Heard]) -> None:
-        for pull in heard:
-            self.add(pull.arm, pull.damages)
-
     def add(self, arm: int, values: Sequence[float]) -> None:
         for value in values:
             if not math.isfinite(value):
                 continue
-            before = self._counts[arm]
+            before = self.counts[arm]
             if before > 0:
                 self._squares += before / (before + 1) * (value - self._sums[arm] / before) ** 2
                 self._freedom += 1
-            self._counts[arm] += 1
+            self.counts[arm] += 1
             self._sums[arm] += value
 
     @property
     def known(self) -> npt.NDArray[np.bool_]:
-        return self._counts > 0
+        return self.counts > 0
 
     @property
     def means(self) -> Array:
-        known = self._counts > 0
-        return np.where(known, self._sums / np.where(known, self._counts, 1), np.inf)
+        known = self.counts > 0
+        return np.where(known, self._sums / np.where(known, self.counts, 1), np.inf)
 
     @property
-    def variances(self) -> Array:
-        """Of the means. Without two measurements of any arm the spread of a batch is not known, and nothing is sure."""
-        one = self._squares / self._freedom if self._freedom > 0 else math.inf
-        return one / np.where(self._counts > 0, self._counts, 1.0)
+    def batch_variance(self) -> float | None:
+        """Of single measurements about their arm's mean; None without two measurements of any arm."""
+        return self._squares / self._freedom if self._freedom > 0 else None

@@ -352,6 +352,12 @@ def _differentiable_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> T
     return value
 
 
+def differentiable(model: nn.Module, batch: Batch, loss: Loss) -> bool:
+    """Whether a loss of the user's own has gradients."""
+    with _requiring(model, [tensor for tensor in model.parameters() if tensor.is_floating_point()]):
+        return batch_loss(model, {name: x.clone() for name, x in batch.items()}, loss).requires_grad
+
+
 def _own_answers_loss(model: nn.Module, batch: Batch) -> Tensor:
     """A loss for gradients without labels: the distance from the dense model is 0 there, and so is its gradient.
 

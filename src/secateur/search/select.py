@@ -18,6 +18,7 @@ from secateur.files import jsonio
 from secateur.files.journal import Journal
 from secateur.search.goals import Count, Goal
 from secateur.search.policies import (
+    GRADIENT_PASSES,
     ArmStats,
     Belief,
     Choice,
@@ -28,6 +29,8 @@ from secateur.search.policies import (
     Planner,
     Policy,
     Request,
+    Slope,
+    Spent,
     check_search,
     reward,
 )
@@ -40,13 +43,11 @@ Asked = tuple[Unit, tuple[int, ...]]  # a pull to make: a unit, and the batches 
 
 
 class Measured(NamedTuple):
-    """The losses of one pull, batch by batch, the model passes it took, and distances where they are measured beside."""
+    """The losses of one pull, batch by batch, and the model passes it took."""
 
     base_losses: tuple[float, ...]
     masked_losses: tuple[float, ...]
     forwards: int
-    base_distances: tuple[float, ...] = ()
-    masked_distances: tuple[float, ...] = ()
 
 
 class Meter(Protocol):
@@ -64,7 +65,17 @@ class Foreteller(Protocol):
 
     gradient_batches: int  # taken so far
 
-    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[tuple[float, ...]]: ...
+    def has_gradients(self, units: Sequence[Unit]) -> bool:
+        """Whether the loss has gradients in the masks of these units."""
+        ...
+
+    def slopes(self, units: Sequence[Unit], n_batches: int) -> list[Slope]:
+        """The slope of each unit from so many batches; the next pulls are made on these batches."""
+        ...
+
+    def firsts(self, unit: Unit, batches: Sequence[int]) -> tuple[float, ...]:
+        """The first-order term of each of these batches; empty if gradients of one were not taken under the present mask."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -113,19 +124,20 @@ def select(
     selected: list[Unit] = []
     steps: list[Step] = []
     trace: list[Pull] = []
+    passes = Passes(1 + max((unit.layer for unit in units), default=0))
+    looks = isinstance(meter, Foreteller) and meter.has_gradients(units)
     while len(selected) < (n_steps := goal.n_steps(selected)):
         pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
         plan = Plan(1, pulls_per_step)
         if isinstance(policy, Planner):
-            foretells = isinstance(meter, Foreteller)
-            plan = policy.plan(n_steps, n_steps - len(selected), pulls_per_step, gradients=foretells)
+            plan = policy.plan(n_steps, n_steps - len(selected), Spent(passes.count, len(trace)), gradients=looks)
             if plan.gradient_batches and isinstance(meter, Foreteller):
-                beliefs.foresee(pool, meter.slopes(pool, plan.gradient_batches), goal)
-        search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher)
+                passes.count += GRADIENT_PASSES * beliefs.look(meter, pool, plan.gradient_batches, goal)
+        search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher, passes)
         options = {"wanted": plan.units} if plan.units > 1 else {}
         choice = search.hold(policy.run(beliefs.of(pool), plan.pulls, policy_rng, **options))
         trace += search.pulls
-        beliefs.hear(search.pulls, goal)
+        beliefs.hear(pool, search.heard)
         if not candidates.learn(pool, search.stats):
             continue  # every unit of the pool broke the loss, and other candidates are left: try those
         for one in (choice, *choice.more):
@@ -135,12 +147,36 @@ def select(
                 steps.append(search.record(one, len(selected)))
                 selected.append(pool[one.arm])
                 meter.commit(pool[one.arm])
-                watcher.chosen(steps[-1], n_steps, search.mean_damage(one.arm))
-    return Selection(units=tuple(selected), steps=tuple(steps), trace=tuple(trace), gradient_batches=_gradient_batches(meter))
+                passes.commit(pool[one.arm])
+                watcher.chosen(steps[-1], n_steps)
+    looked = meter.gradient_batches if isinstance(meter, Foreteller) else 0
+    return Selection(tuple(selected), steps=tuple(steps), trace=tuple(trace), gradient_batches=looked, passes=passes.count)
 
 
-def _gradient_batches(meter: Meter) -> int:
-    return meter.gradient_batches if isinstance(meter, Foreteller) else 0
+class Passes:
+    """Counts forward passes of one batch. A run counts from the first block that is new in it on, as a meter computes it.
+
+    That is the block of its unit for a masked run, and for a base run the first in which a unit went since its batch was run.
+    """
+
+    def __init__(self, n_blocks: int) -> None:
+        self.count = 0.0
+        self._n_blocks = n_blocks
+        self._stale: dict[int, int] = {}  # by batch: the first block that is new since its base run; n_blocks: none
+        self._done: set[tuple[int, Unit]] = set()  # masked runs since the last commit
+
+    def add(self, pull: Pull) -> None:
+        for batch in pull.batches:
+            blocks = self._n_blocks - self._stale.get(batch, 0)
+            self._stale[batch] = self._n_blocks
+            if (batch, pull.unit) not in self._done:
+                blocks += self._n_blocks - pull.unit.layer
+                self._done.add((batch, pull.unit))
+            self.count += blocks / self._n_blocks
+
+    def commit(self, unit: Unit) -> None:
+        self._done.clear()
+        self._stale = {batch: min(first, unit.layer) for batch, first in self._stale.items()}
 
 
 class Candidates:
@@ -176,25 +212,38 @@ class Beliefs:
     def of(self, pool: Sequence[Unit]) -> list[Belief]:
         return [self._known.get(unit, Belief()) for unit in pool]
 
-    def hear(self, pulls: Sequence[Pull], goal: Goal) -> None:
-        """Add measurements, per weight, as policies hear them; non-finite ones are left out."""
-        for pull in pulls:
-            weight, belief = goal.weight(pull.unit), self._known.get(pull.unit, Belief())
-            for damage, distance in zip_longest(pull.damages, pull.distances):
+    def hear(self, pool: Sequence[Unit], heard: Sequence[Heard]) -> None:
+        """Add what a policy heard; non-finite damages are left out."""
+        for pull in heard:
+            belief = self._known.get(pool[pull.arm], Belief())
+            for damage, first in zip_longest(pull.damages, pull.firsts, fillvalue=0.0):
                 if math.isfinite(damage):
-                    belief = replace(belief, **vars(_updated(belief, damage / weight)))
-                if distance is not None and math.isfinite(distance):
-                    belief = replace(belief, distance=_updated(belief.distance, distance / weight))
-                    if math.isfinite(damage):
-                        belief = replace(belief, bias=_updated(belief.bias, (damage - distance) / weight))
-            self._known[pull.unit] = belief
+                    belief = replace(belief, **vars(_updated(belief, damage)), rest=_updated(belief.rest, damage - first))
+            self._known[pool[pull.arm]] = belief
 
-    def foresee(self, pool: Sequence[Unit], slopes: Sequence[tuple[float, ...]], goal: Goal) -> None:
-        """Take in what gradients say under the present mask; what they said before counts half as much."""
-        for unit, new in zip(pool, slopes, strict=True):
-            now, belief = [value / goal.weight(unit) for value in new], self._known.get(unit, Belief())
-            before = belief.slopes or now
-            self._known[unit] = replace(belief, slopes=tuple((2 * a + b) / 3 for a, b in zip(now, before, strict=True)))
+    def look(self, meter: Foreteller, pool: Sequence[Unit], n_batches: int, goal: Goal) -> int:
+        """Take in what gradients say under the present mask, beside what they said before; return how many batches it took."""
+        before = meter.gradient_batches
+        for unit, slope in zip(pool, meter.slopes(pool, n_batches), strict=True):
+            belief, weight = self._known.get(unit, Belief()), goal.weight(unit)
+            first = replace(slope.first, mean=slope.first.mean / weight, variance=slope.first.variance / weight**2)
+            new = Slope(first, slope.second / weight)
+            self._known[unit] = replace(belief, slope=_merged(belief.slope, new) if belief.slope else new)
+        return meter.gradient_batches - before
+
+
+def _merged(old: Slope, new: Slope, carry: float = 0.5) -> Slope:
+    """Both slopes in one; an example of an earlier step counts `carry` times as much as one of this step."""
+    share = carry * old.first.count / (carry * old.first.count + new.first.count)
+    mean, variance, second = (
+        share * a + (1 - share) * b
+        for a, b in (
+            (old.first.mean, new.first.mean),
+            (old.first.variance, new.first.variance),
+            (old.second, new.second),
+        )
+    )
+    return Slope(Moment(mean, variance, carry * old.first.count + new.first.count), second)
 
 
 def _updated(moment: Moment, value: float) -> Moment:
@@ -220,7 +269,9 @@ class _StepSearch:
     temperature: float
     journal: Journal | None
     watcher: Watcher
+    passes: Passes
     pulls: list[Pull] = field(default_factory=list)
+    heard: list[Heard] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.stats = ArmStats(len(self.pool))
@@ -253,10 +304,12 @@ class _StepSearch:
         answers = []
         for arm, pull in zip(arms, self._made(asked), strict=True):
             self.pulls.append(pull)
+            self.passes.add(pull)
             self._damages[arm] += pull.damage
             answers.append(self._heard(arm, pull))
             self.stats.hear(answers[-1:])
             self.watcher.pull(self._where(replayed=self.journal is not None and self.journal.replaying))
+        self.heard += answers
         return answers
 
     def _made(self, asked: Sequence[Asked]) -> Iterator[Pull]:
@@ -275,18 +328,7 @@ class _StepSearch:
             damages = paired_damages(losses.base_losses, losses.masked_losses)
             damage = sum(damages) / len(damages)  # Eq. 18, over the pull's batches
             earned = reward(damage, self.temperature * self.goal.weight(unit))
-            pull = Pull(
-                self.step,
-                unit,
-                batches,
-                losses.base_losses,
-                losses.masked_losses,
-                damage,
-                earned,
-                losses.forwards,
-                losses.base_distances,
-                losses.masked_distances,
-            )
+            pull = Pull(self.step, unit, batches, losses.base_losses, losses.masked_losses, damage, earned, losses.forwards)
             if self.journal:
                 self.journal.append(pull.to_json())
             yield pull
@@ -311,8 +353,9 @@ class _StepSearch:
         weight = self.goal.weight(pull.unit)
         # A base loss that is not finite is the fault of what was committed before, not of this unit's mask.
         broken = not math.isfinite(pull.damage) and all(map(math.isfinite, pull.base_losses))
-        damages, distances = (tuple(value / weight for value in values) for values in (pull.damages, pull.distances))
-        return Heard(arm, damages, pull.reward, broken, distances)
+        firsts = self.meter.firsts(pull.unit, pull.batches) if isinstance(self.meter, Foreteller) else ()
+        damages, firsts = (tuple(value / weight for value in values) for values in (pull.damages, firsts))
+        return Heard(arm, damages, pull.reward, broken, firsts)
 
     def _where(self, *, replayed: bool) -> Progress:
         best = self.stats.best()
@@ -335,7 +378,8 @@ class _StepSearch:
             evaluated=int((stats.counts > 0).sum()),
             broken=int(stats.broken.sum()),
             sure=choice.sure,
-            gradient_batches=_gradient_batches(self.meter),
+            damage=self.mean_damage(arm) if choice.damage is None else choice.damage * self.goal.weight(self.pool[arm]),
+            passes=self.passes.count,
         )
 
 
