@@ -70,7 +70,9 @@ def test_a_comparison_gives_intervals_tests_and_the_family(store: Path, run: Run
     assert (found["family"], len(found["comparisons"])) == (10, 4)
     first = found["comparisons"][0]
     assert (first["baseline"], first["n"], first["planned"]) == ("greedy", 2, 2)
-    assert first["t_interval"][0] <= first["mean"] <= first["t_interval"][1]
+    assert all(first[name][0] <= first["mean"] <= first[name][1] for name in ("percentile", "bca", "t"))
+    assert "| bca 95% |" in run("compare", store, "--interval", "bca").out
+    assert "'basic'" in check_refused(run("compare", store, "--interval", "basic"))
     assert len(run("compare", store, "--against", "magnitude", "--json").document["comparisons"]) == 2
 
 

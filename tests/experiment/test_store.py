@@ -52,6 +52,18 @@ def test_records_come_back_as_they_were_written_and_the_later_of_two_counts(tmp_
         assert again.records == records
 
 
+def test_the_cost_in_passes_comes_back_and_older_records_have_none(tmp_path: Path) -> None:
+    counted = make_record("a", passes=12.5, pass_flops=2e9, progress=((3.25, 0.01), (12.5, math.nan)))
+    with Store(tmp_path) as store:
+        for record in (counted, make_record("b")):
+            store.append(record)
+    found = read_store(tmp_path)[0]
+    assert (found["a"].flops, found["a"].progress[0]) == (2.5e10, (3.25, 0.01))
+    assert math.isnan(found["a"].progress[1][1])
+    assert found["b"].flops is None and found["b"].progress == ()
+    assert not {"passes", "pass_flops", "progress"} & set(make_record("b").to_json())
+
+
 def test_what_is_not_finite_comes_back_as_it_was(tmp_path: Path) -> None:
     losses = {"loss": math.nan, "batch_losses": (1.0, math.inf), "perplexity": math.nan}
     with Store(tmp_path) as store:
