@@ -158,28 +158,24 @@ def _readings(shown: Sequence[Comparison], counts: Summary, against: str) -> lis
     """What the rows mean and what they come to."""
     from secateur.experiment.compare import CLAIMED, RESAMPLES
 
-    several = len(shown) - counts.tests
     drawn = sorted({c.result.resamples for c in shown if c.result.resamples})
     resamples = " or ".join(f"{n:,} drawn" if n == RESAMPLES else f"all {n:,}" for n in drawn) or "no"
-    return [
+    sentences = [
         f"Differences are method minus {label(against)}: of the percent change of perplexity, or of the Top-1 drop in points; "
         "negative favours the method.",
-        f"Of {len(shown)} comparisons, {counts.percentile} percentile, {counts.bca} BCa and {counts.t} t intervals exclude zero "
-        f"(bootstraps of {resamples} resamples), and {counts.p} have p < 0.05. Benjamini-Hochberg: {counts.q} have q < 0.05 over "
-        f"the family of {counts.family} tests, {counts.tested} of which have a p-value, and {counts.q_claimed} over the "
-        f"{counts.claimed} tests against the baselines of the paper's claims ({', '.join(map(label, CLAIMED))}).",
-        *(
-            [
-                "Comparisons with the same number are one test, since most of their seeds chose the same units: it counts once, "
-                "by the largest p."
-            ]
-            if several
-            else []
-        ),
+        f"Of {len(shown)} comparisons, {counts.percentile} percentile, {counts.bca} BCa and {counts.t} t intervals exclude "
+        f"zero (bootstraps of {resamples} resamples), and {counts.p} have p < 0.05.",
+        f"Benjamini-Hochberg: {counts.q} have q < 0.05 over the family of {counts.family} tests, {counts.tested} of which have "
+        f"a p-value, and {counts.q_claimed} over the {counts.claimed} tests against the baselines of the paper's claims "
+        f"({', '.join(map(label, CLAIMED))}).",
         "With few seeds a bootstrap interval is too narrow and the t interval is to be trusted; five pairs cannot bring "
         "Wilcoxon's p below 0.0625. The last column is about the loss, with an interval over evaluation batches: how surely "
         "these very selections are told apart, not how another seed would choose.",
     ]
+    if counts.tests < len(shown):
+        once = "Comparisons with the same number are one test, since most of their seeds chose the same units"
+        sentences.append(f"{once}: it counts once, by the largest p.")
+    return sentences
 
 
 def _comparison_row(c: Comparison, shown: str) -> list[str]:

@@ -280,7 +280,11 @@ class Cell:
     @property
     def name(self) -> str:
         """The model, and the setting that the cell varies: "gpt2, dtype float16"."""
-        return ", ".join([self.model, *(f"{name.replace('_', ' ')} {value}" for name, value in self.vary.items())])
+        return ", ".join(filter(None, (self.model, self.varied)))
+
+    @property
+    def varied(self) -> str:
+        return "".join(f"{name.replace('_', ' ')} {value}" for name, value in self.vary.items())
 
     def records(self, method: str | None = None) -> list[Record]:
         """The records of runs that ended, failed ones too."""
