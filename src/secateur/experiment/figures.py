@@ -321,7 +321,9 @@ def _valid(cell: Cell) -> list[Record]:
 def _explain(plt: Any, picture: Any, paper: dict[str, Any], methods: Sequence[str] = (), **seed: Any) -> None:
     """The legend outside the axes: the methods, unless the axes name them, and what the other signs mean."""
     looks = {label(method): METHODS[method].look for method in methods}
-    signs = {name: {"marker": k.marker, "linestyle": k.dash, "color": k.colour} for name, k in looks.items()}
+    signs: dict[str, dict[str, Any]] = {
+        name: {"marker": k.marker, "linestyle": k.dash, "color": k.colour} for name, k in looks.items()
+    }
     signs["a seed"] = {"color": "0.45", "alpha": 0.6} | (seed or {"marker": "o", "linestyle": "", "markersize": 4})
     if not methods:
         signs["mean over seeds"] = {"marker": "s", "color": "0.45"}

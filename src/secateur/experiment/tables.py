@@ -311,27 +311,14 @@ def _costs(tables: Sequence[Table]) -> Iterable[Rendered]:
             records = [record for record in cell.valid(method).values() if record.passes is not None]
             if not records:
                 continue
+            passes = statistics.fmean(record.passes or 0.0 for record in records)
             flops = [record.flops / 1e15 for record in records if record.flops is not None]
+            seconds = statistics.fmean(record.selection_seconds for record in records)
+            cost = [f"{passes:.1f}", f"{statistics.fmean(flops):.4g}" if flops else "", f"{seconds:.1f}"]
             change = cell.spread(method, cell.metric)
-            rows.setdefault(
-                tuple(cell.keys[method].values()),
-                Row(
-                    (str(cell), method),
-                    [
-                        cell.name,
-                        cell.data,
-                        _kind(cell),
-                        _ratio(cell),
-                        label(method),
-                        _evals(cell, method),
-                        f"{statistics.fmean(record.figure('passes') for record in records):.1f}",
-                        f"{statistics.fmean(flops):.4g}" if flops else "",
-                        f"{statistics.fmean(record.selection_seconds for record in records):.1f}",
-                        shown(cell.spread(method, "delta_loss"), 4),
-                        percent(change) if cell.task == "text" else shown(change, 4),
-                    ],
-                ),
-            )
+            worth = [shown(cell.spread(method, "delta_loss"), 4), percent(change) if cell.task == "text" else shown(change, 4)]
+            about = [cell.name, cell.data, _kind(cell), _ratio(cell), label(method), _evals(cell, method)]
+            rows.setdefault(tuple(cell.keys[method].values()), Row((str(cell), method), [*about, *cost, *worth]))
     if rows:
         columns = ["Model", "Dataset", "Target", "Ratio", "Method", "Pulls", "Passes", "PFLOP", "Seconds", "Δ loss", "Change"]
         note = (
