@@ -68,6 +68,7 @@ def test_a_comparison_gives_intervals_tests_and_the_family(store: Path, run: Run
     assert "family of 10" in " ".join(ran.out.split())
     found = run("compare", store, "--json").document
     assert (found["family"], len(found["comparisons"])) == (10, 4)
+    assert (found["claims"], found["claimed"]) == (["greedy", "random"], 6)
     first = found["comparisons"][0]
     assert (first["baseline"], first["n"], first["planned"]) == ("greedy", 2, 2)
     assert all(first[name][0] <= first["mean"] <= first[name][1] for name in ("percentile", "bca", "t"))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from matplotlib import pyplot
 from PIL import Image
 
+from secateur.experiment import figures
 from secateur.experiment.figures import draw
 from secateur.experiment.grid import Cell
 from secateur.experiment.store import Record, Table, read_tables
@@ -37,21 +38,10 @@ def test_methods_differ_in_colour_and_without_it() -> None:
     assert len({look.marker for look in looks}) == len({look.colour for look in looks}) == len(looks)
 
 
-Pictures = Callable[[Sequence[Table]], dict[str, Any]]
-
-
-@pytest.fixture
-def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pictures:
+def pictures(tables: Sequence[Table]) -> dict[str, Any]:
     """The pictures that are drawn of tables, by name, as matplotlib has them."""
-
-    def drawn(tables: Sequence[Table]) -> dict[str, Any]:
-        kept: list[Any] = []
-        with monkeypatch.context() as patched:
-            patched.setattr(pyplot, "close", kept.append)
-            names = [path.stem for path in draw(tables, tmp_path / "drawn") if path.suffix == ".svg"]
-        pyplot.close("all")
-        return dict(zip(names, kept, strict=True))
-
+    drawn = {name: paint(pyplot) for name, paint in figures._figures(tables)}
+    pyplot.close("all")
     return drawn
 
 
@@ -60,9 +50,7 @@ def points(axes: Any) -> list[tuple[list[float], list[float]]]:
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
 
 
-def test_legends_are_outside_and_axes_say_what_the_bars_are(
-    text_tables: list[Table], image_tables: list[Table], pictures: Pictures
-) -> None:
+def test_legends_are_outside_and_axes_say_what_the_bars_are(text_tables: list[Table], image_tables: list[Table]) -> None:
     for name, picture in (pictures(text_tables) | pictures(image_tables)).items():
         if name != "figure1":
             (legend,) = picture.legends
@@ -71,7 +59,7 @@ def test_legends_are_outside_and_axes_say_what_the_bars_are(
             assert any("± 1 standard deviation" in axes.get_xlabel() + axes.get_ylabel() for axes in picture.axes), name
 
 
-def test_a_strip_has_every_seed_its_mean_the_dense_model_and_the_papers_value(tmp_path: Path, pictures: Pictures) -> None:
+def test_a_strip_has_every_seed_its_mean_the_dense_model_and_the_papers_value(tmp_path: Path) -> None:
     fill(
         tmp_path / "store", "here-deit", lambda record, cell, method, i: with_top1(record, -(i + 1) / 100 - len(method) / 1000)
     )
@@ -85,7 +73,7 @@ def test_a_strip_has_every_seed_its_mean_the_dense_model_and_the_papers_value(tm
     assert any(x == [0, 0] for x, _ in points(axes))
 
 
-def test_a_setting_has_a_true_or_logarithmic_axis_and_words_are_not_joined(tmp_path: Path, pictures: Pictures) -> None:
+def test_a_setting_has_a_true_or_logarithmic_axis_and_words_are_not_joined(tmp_path: Path) -> None:
     fill(tmp_path / "store", "ablations", changes_by_seed)
     found = {name: picture.axes[0] for name, picture in pictures(read_tables(tmp_path / "store")).items()}
     assert found["ablation-temperature"].get_xscale() == found["ablation-batches-per-pull"].get_xscale() == "log"
@@ -99,12 +87,12 @@ def test_a_setting_has_a_true_or_logarithmic_axis_and_words_are_not_joined(tmp_p
     assert any(line.get_linestyle() != "None" for line in found["ablation-temperature"].lines if len(line.get_xdata()) == 5)
 
 
-def test_ratios_have_a_true_axis(text_tables: list[Table], pictures: Pictures) -> None:
+def test_ratios_have_a_true_axis(text_tables: list[Table]) -> None:
     (axes,) = pictures(text_tables)["figure2"].axes
     assert axes.get_xscale() == "linear" and list(axes.get_xticks()) == [3.0, 5.0, 8.0]
 
 
-def test_costs_are_drawn_of_records_that_have_them(tmp_path: Path, pictures: Pictures) -> None:
+def test_costs_are_drawn_of_records_that_have_them(tmp_path: Path) -> None:
     def of_run(record: Record, cell: Cell, method: str, i: int) -> Record:
         record = judged(with_top1(record, -0.01), zeroed={"loss": 2.1 + i / 10})
         passes = 0.0 if method == "magnitude" else 100.0 * (i + 1)

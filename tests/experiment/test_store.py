@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from secateur.errors import OutputError, StoreError
+from secateur.experiment import figures
 from secateur.experiment.store import (
     FAILED,
     PLANS,
@@ -268,6 +269,13 @@ def test_the_tables_beside_a_store_are_those_of_its_records(store: Path) -> None
     expected = {f"{table.name}.{suffix}": form(table) for table in rendered for suffix, form in FORMS.items()}
     found = {path.name: path.read_text(encoding="utf-8") for path in (store / "tables").iterdir()}
     assert found == expected
+
+
+@pytest.mark.parametrize("store", STORES, ids=lambda store: store.name)
+def test_the_figures_beside_a_store_are_those_that_its_records_have(store: Path) -> None:
+    names = [name for name, _ in figures._figures(read_tables(store))]
+    expected = {f"{name}.{form}" for name in names for form in figures.FORMATS}
+    assert {path.name for path in (store / "figures").iterdir()} == expected
 
 
 @pytest.mark.parametrize("store", STORES, ids=lambda store: store.name)

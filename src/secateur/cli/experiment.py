@@ -123,7 +123,7 @@ def compare(
     """
     if against not in METHODS:
         raise not_one_of("baseline", against, METHODS)
-    from secateur.experiment.compare import INTERVALS, against_baseline, compare as compare_cells, summary
+    from secateur.experiment.compare import CLAIMED, INTERVALS, against_baseline, compare as compare_cells, summary
     from secateur.experiment.store import read_tables
     from secateur.experiment.tables import markdown_table
 
@@ -133,23 +133,11 @@ def compare(
     shown = against_baseline(family, against)
     counts = summary(shown, family)
     if as_json:
-        sizes = {name: getattr(counts, name) for name in ("family", "tested", "claimed")}
+        sizes = {name: getattr(counts, name) for name in ("family", "tested", "claimed")} | {"claims": list(CLAIMED)}
         print(jsonio.dumps({"comparisons": [c.to_json() for c in shown]} | sizes, indent=1))
         return
-    columns = [
-        "test",
-        "table",
-        "cell",
-        "method",
-        "pairs",
-        "difference",
-        f"{interval} 95%",
-        "p",
-        "Wilcoxon p",
-        "q",
-        "q of claims",
-    ]
-    print(markdown_table([*columns, "loss 95%"], [_comparison_row(c, interval) for c in shown]), end="\n\n")
+    columns = f"test,table,cell,method,pairs,difference,{interval} 95%,p,Wilcoxon p,q,q of claims,loss 95%".split(",")
+    print(markdown_table(columns, [_comparison_row(c, interval) for c in shown]), end="\n\n")
     for sentence in _readings(shown, counts, against):
         stdout.print(sentence)
 

@@ -27,7 +27,6 @@ HIGHLIGHTED = ("4", "6", "7")  # tables whose comparisons Table 11 counts
 CLAIMED = ("greedy", "random")  # the baselines that matter: the same budget without a bandit, and no search at all
 ALPHA = 0.05
 INTERVALS = ("percentile", "bca", "t")  # fields of Paired
-DROP = "top1_drop"  # what a comparison of images is of: the change of Top-1, turned so that lower is better
 
 Interval = tuple[float, float]
 
@@ -64,13 +63,10 @@ class Comparison:
     wilcoxon_q: float = float("nan")
     q_claimed: float = float("nan")  # over the tests against CLAIMED alone; nan for the others
 
-    @property
-    def measure(self) -> str:
-        return DROP if self.cell.task == "image" else self.cell.metric
-
     def to_json(self) -> dict[str, Any]:
         cell = self.cell
-        about = {name: getattr(cell, name) for name in ("data", "model", "target", "ratio", "vary")} | {"metric": self.measure}
+        about = {name: getattr(cell, name) for name in ("data", "model", "target", "ratio", "vary")}
+        about["metric"] = "top1_drop" if cell.task == "image" else cell.metric  # a change of Top-1 has the other sign
         counts = {"tables": list(self.tables), "method": self.method, "baseline": self.baseline, "planned": self.planned}
         result = {name: getattr(self.result, name) for name in Paired.__dataclass_fields__}
         rest = ("batch_mean", "batch_interval", "test", "q", "wilcoxon_q", "q_claimed")
@@ -99,19 +95,20 @@ def compare(tables: Iterable[Table], *, methods: Sequence[str] | None = None) ->
 def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """The comparisons with their tests' numbers and q-values. A test of several comparisons has the largest p of theirs."""
     tests: list[list[Comparison]] = []
+    numbers = []
     for comparison in comparisons:
-        same = next((test for test in tests if _mostly_the_same(test[0], comparison)), None)
-        tests.append([comparison]) if same is None else same.append(comparison)
-    claimed = [i for i, test in enumerate(tests) if test[0].baseline in CLAIMED]
+        number = next((i for i, test in enumerate(tests) if _mostly_the_same(test[0], comparison)), len(tests))
+        if number == len(tests):
+            tests.append([])
+        tests[number].append(comparison)
+        numbers.append(number)
     p = [_largest([c.result.t_p for c in test]) for test in tests]
     q = q_values(p)
     wilcoxon_q = q_values([_largest([c.result.wilcoxon_p for c in test]) for test in tests])
-    q_claimed = dict(zip(claimed, q_values([p[i] for i in claimed]), strict=True))
-    numbered = {id(c): i for i, test in enumerate(tests) for c in test}
+    q_claimed = q_values([p[i] if test[0].baseline in CLAIMED else math.nan for i, test in enumerate(tests)])
     return [
-        replace(c, test=i + 1, q=q[i], wilcoxon_q=wilcoxon_q[i], q_claimed=q_claimed.get(i, math.nan))
-        for c in comparisons
-        for i in [numbered[id(c)]]
+        replace(c, test=i + 1, q=q[i], wilcoxon_q=wilcoxon_q[i], q_claimed=q_claimed[i])
+        for c, i in zip(comparisons, numbers, strict=True)
     ]
 
 

@@ -26,6 +26,7 @@ FIGURES = {  # what is drawn, as its axis says it
 }
 BARS = "bars: ± 1 standard deviation over seeds"
 FORMATS = ("svg", "png")
+BUDGETS = {"pulls_per_step", "batches_per_pull", "score_batches", "budget"}  # settings whose values are other costs
 LOG_FROM = 4  # the largest value of a setting over its smallest, from which on the axis is logarithmic
 STYLE = {
     "svg.hashsalt": "secateur",
@@ -225,7 +226,7 @@ def _curve(
 
 def _costs(tables: Sequence[Table]) -> Iterable[tuple[str, Paint]]:
     """The damage against the forward FLOPs of each choice, and how it grew while units were chosen."""
-    cells = [cell for table in tables for cell in table.cells]
+    cells = [cell for table in tables for cell in table.cells if set(cell.vary) <= BUDGETS]
     counted = [cell for cell in cells if any(record.flops is not None for record in _valid(cell))]
     for suffix, of_place in _by_place(counted):
         yield f"cost{suffix}", _cost(of_place)
@@ -390,10 +391,8 @@ def _by_place(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
 
 
 def _title(cell: Cell) -> str:
-    return f"{cell.model}, {cell.ratio:.0%} of {KINDS_IN_WORDS.get(cell.target, cell.target)}, on {cell.data}"
-
-
-KINDS_IN_WORDS = {"head": "the heads", "mlp": "the MLP groups"}
+    what = {"head": "the heads", "mlp": "the MLP groups"}.get(cell.target, cell.target)
+    return f"{cell.model}, {cell.ratio:.0%} of {what}, on {cell.data}"
 
 
 # Figure 1
