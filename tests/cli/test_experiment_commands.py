@@ -77,6 +77,17 @@ def test_a_comparison_gives_intervals_tests_and_the_family(store: Path, run: Run
     assert len(run("compare", store, "--against", "magnitude", "--json").document["comparisons"]) == 2
 
 
+def test_any_method_can_be_compared_with_all_the_others(store: Path, run: Run) -> None:
+    found = run("compare", store, "--method", "ucb", "--against", "all", "--json").document
+    first = [c for c in found["comparisons"] if not c["vary"]]
+    assert {(c["method"], c["baseline"]) for c in first} == {
+        ("ucb", b) for b in ("random", "magnitude", "fisher", "greedy", "ts")
+    }
+    assert found["family"] == len(found["comparisons"])
+    assert "'ucbb'" in check_refused(run("compare", store, "--method", "ucbb"))
+    assert "'al'" in check_refused(run("compare", store, "--against", "al"))
+
+
 def test_tables_are_printed_or_written_in_three_forms(store: Path, tmp_path: Path, run: Run) -> None:
     ran = run("tables", store)
     assert ran.code == 0 and "| Tiny |" in ran.out and "missing" not in ran.out

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from secateur.experiment.grid import Grid
 
 WHERE = "Where to run"
+ALL = "all"
 StoreFolder = Annotated[Path, typer.Argument(help="The store that `secateur grid` wrote.", show_default=False)]
 
 
@@ -111,7 +112,13 @@ def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
 @takes()
 def compare(
     store: StoreFolder,
-    against: Annotated[str, typer.Option(help="The baseline.")] = "greedy",
+    against: Annotated[str, typer.Option(help="The baseline, or all.")] = "greedy",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compare this one with all the others; may be given again. \\[default: the bandits]", show_default=False
+        ),
+    ] = None,
     interval: Annotated[
         str, typer.Option(help="The interval shown: t, or a bootstrap, percentile or bca; --json has all three.")
     ] = "t",
@@ -121,36 +128,37 @@ def compare(
 
     The family is every bandit against every other method in every cell of the store, whatever is shown of it.
     """
-    if against not in METHODS:
-        raise not_one_of("baseline", against, METHODS)
+    for what, name in (("baseline", against), *(("method", name) for name in method or ())):
+        if name not in METHODS and (what, name) != ("baseline", ALL):
+            raise not_one_of(what, name, METHODS)
     from secateur.experiment.compare import CLAIMED, INTERVALS, against_baseline, compare as compare_cells, summary
     from secateur.experiment.store import read_tables
     from secateur.experiment.tables import markdown_table
 
     if interval not in INTERVALS:
         raise not_one_of("interval", interval, INTERVALS)
-    family = compare_cells(read_tables(store, stderr.print))
-    shown = against_baseline(family, against)
+    family = compare_cells(read_tables(store, stderr.print), methods=method or None)
+    shown = family if against == ALL and family else against_baseline(family, against)
     counts = summary(shown, family)
     if as_json:
         sizes = {name: getattr(counts, name) for name in ("family", "tested", "claimed")} | {"claims": list(CLAIMED)}
         print(jsonio.dumps({"comparisons": [c.to_json() for c in shown]} | sizes, indent=1))
         return
-    columns = f"test,table,cell,method,pairs,difference,{interval} 95%,p,Wilcoxon p,q,q of claims,loss 95%".split(",")
+    columns = f"test,table,cell,method,baseline,pairs,difference,{interval} 95%,p,Wilcoxon p,q,q of claims,loss 95%".split(",")
     print(markdown_table(columns, [_comparison_row(c, interval) for c in shown]), end="\n\n")
-    for sentence in _readings(shown, counts, against):
+    for sentence in _readings(shown, counts):
         stdout.print(sentence)
 
 
-def _readings(shown: Sequence[Comparison], counts: Summary, against: str) -> list[str]:
+def _readings(shown: Sequence[Comparison], counts: Summary) -> list[str]:
     """What the rows mean and what they come to."""
     from secateur.experiment.compare import CLAIMED, RESAMPLES
 
     drawn = sorted({c.result.resamples for c in shown if c.result.resamples})
     resamples = " or ".join(f"{n:,} drawn" if n == RESAMPLES else f"all {n:,}" for n in drawn) or "no"
     sentences = [
-        f"Differences are method minus {label(against)}: of the percent change of perplexity, or of the Top-1 drop in points; "
-        "negative favours the method.",
+        "Differences are method minus baseline: of the percent change of perplexity, or of the Top-1 drop in points; negative "
+        "favours the method.",
         f"Of {len(shown)} comparisons, {counts.percentile} percentile, {counts.bca} BCa and {counts.t} t intervals exclude "
         f"zero (bootstraps of {resamples} resamples), and {counts.p} have p < 0.05.",
         f"Benjamini-Hochberg: {counts.q} have q < 0.05 over the family of {counts.family} tests, {counts.tested} of which have "
@@ -177,6 +185,7 @@ def _comparison_row(c: Comparison, shown: str) -> list[str]:
         ", ".join(c.tables),
         str(c.cell),
         label(c.method),
+        label(c.baseline),
         f"{result.n}/{c.planned}",
         f"{result.mean * scale:+.2f}",
         between(getattr(result, shown)),
