@@ -36,8 +36,8 @@ from secateur.units import Unit
 from worlds import SEQ_LEN, Run, World
 
 NEW = {
-    "mine": Method("My bandit", "a policy of my own", BANDIT, Look("0.1", "", "o", "-"), policy=lambda _: Greedy(), draws=True),
-    "last": Method("Last first", "the last unit first", RIVAL, Look("0.9", "", "x", ":"), score=f"{__name__}:last_first"),
+    "mine": Method("My bandit", "a policy of my own", BANDIT, Look("#000000", "o", "-"), policy=lambda _: Greedy(), draws=True),
+    "last": Method("Last first", "the last unit first", RIVAL, Look("#999999", "x", ":"), score=f"{__name__}:last_first"),
 }
 
 
@@ -173,7 +173,7 @@ def test_what_depends_on_the_seed_differs_between_texts_and_images(name: str, te
 
 
 def test_a_score_that_looks_at_activations_needs_batches_and_depends_on_the_images() -> None:
-    row = Method("X", "x", RIVAL, Look("0", "", "o", "-"), score="a:b", needs=ACTIVATIONS)
+    row = Method("X", "x", RIVAL, Look("#000000", "o", "-"), score="a:b", needs=ACTIVATIONS)
     assert row.needs_batches and row.depends_on_seed("image") and not row.depends_on_seed("text")
 
 

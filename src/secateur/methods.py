@@ -24,10 +24,10 @@ GENERATIONS, OFFSPRING, SURVIVORS = 32, 16, 4  # of evopress: the offspring meet
 
 @dataclass(frozen=True)
 class Look:
-    """How figures draw a method, so that methods differ in print without colour."""
+    """How figures draw a method: colours of Okabe and Ito and of Tol, which the colour-blind tell apart, and a marker and a
+    dash for print without colour."""
 
-    shade: str
-    hatch: str
+    colour: str
     marker: str
     dash: str | tuple[int, tuple[int, ...]]
 
@@ -78,7 +78,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "Random",
         "a uniform draw",
         BASELINE,
-        Look("0.92", "..", "x", ":"),
+        Look("#999999", "x", ":"),
         score=f"{_SCORES}:random_scores",
         draws=True,
     ),
@@ -86,14 +86,14 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "Magnitude",
         "smallest weights",
         BASELINE,
-        Look("0.80", "xx", "+", ":"),
+        Look("#555555", "P", ":"),
         score=f"{_SCORES}:magnitude_scores",
     ),
     "wanda": Method(
         "Wanda-style",
         "smallest weights times activations",
         RIVAL,
-        Look("0.88", "++", "D", ":"),
+        Look("#CC79A7", "D", (0, (1, 2))),
         score=f"{_SCORES}:wanda_scores",
         needs=ACTIVATIONS,
     ),
@@ -101,7 +101,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "Taylor",
         "smallest first-order change of the loss",
         RIVAL,
-        Look("0.75", "--", "v", ":"),
+        Look("#B09A00", "v", (0, (4, 1, 1, 1))),
         score=f"{_SCORES}:taylor_scores",
         needs=GRADIENTS,
     ),
@@ -109,7 +109,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "Fisher",
         "smallest squared gradient times weight",
         RIVAL,
-        Look("0.65", "oo", "P", ":"),
+        Look("#882255", "p", (0, (3, 1))),
         score=f"{_SCORES}:fisher_scores",
         needs=GRADIENTS,
     ),
@@ -118,7 +118,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "our implementation of ZipLM's rule, structured OBS: smallest error of the output projection once its other columns "
         "make up for it; for cuts with --repair",
         RIVAL,
-        Look("0.70", "\\\\//", "*", (0, (1, 1))),
+        Look("#44AA99", "*", (0, (1, 1))),
         score=f"{_SCORES}:obs_scores",
         needs=ACTIVATIONS,
         experts=False,
@@ -128,7 +128,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "our implementation of FLAP: smallest variance of the output projection's inputs times its squared weights, "
         "standardised within each layer; its bias compensation is --repair --repair-form bias",
         RIVAL,
-        Look("0.84", "||", "1", (0, (1, 2))),
+        Look("#C8A24A", "<", (0, (1, 2))),
         score=f"{_RIVALS}.scores:flap_scores",
         needs=ACTIVATIONS,
         experts=False,
@@ -137,7 +137,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "LLM-Pruner",
         "our implementation of LLM-Pruner's grouped Taylor: smallest sum of |weight times gradient|",
         RIVAL,
-        Look("0.72", "-\\", "2", (0, (1, 3))),
+        Look("#AA4499", ">", (0, (1, 3))),
         score=f"{_RIVALS}.scores:llmpruner_scores",
         needs=GRADIENTS,
     ),
@@ -146,7 +146,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "our implementation of Bonsai: the loss under random masks of many units, "
         f"{MASKS_PER_BATCH} for each batch, and a regression",
         RIVAL,
-        Look("0.60", "o-", "3", (0, (2, 1))),
+        Look("#7A7A22", "X", (0, (2, 1))),
         score=f"{_RIVALS}.scores:bonsai_scores",
         needs=OUTPUTS,
         passes=lambda batches: batches * (1 + MASKS_PER_BATCH),
@@ -158,7 +158,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "our implementation of Kwon et al.: smallest Fisher information of a mask, then swaps within each layer; their rescale "
         "is --repair",
         RIVAL,
-        Look("0.50", "x-", "4", (0, (3, 1))),
+        Look("#332288", "H", (0, (3, 1))),
         search=f"{_RIVALS}.sets:kwon",
         needs=GRADIENTS,
         experts=False,
@@ -168,7 +168,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         f"our implementation of EvoPress: {GENERATIONS} generations of {OFFSPRING} offspring move removals between layers, for "
         "the least KL divergence from the dense model",
         RIVAL,
-        Look("0.35", "+-", "8", (0, (4, 1))),
+        Look("#117733", "8", (0, (4, 1))),
         search=f"{_RIVALS}.sets:evopress",
         needs=OUTPUTS,
         passes=lambda batches: 3 * batches + GENERATIONS * (OFFSPRING + SURVIVORS * max(1, batches // 4) + batches),
@@ -179,7 +179,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "Budgeted greedy",
         "every candidate of a trial set measured once",
         BASELINE,
-        Look("0.78", "//", "s", "--"),
+        Look("#E69F00", "s", "--"),
         policy=lambda settings: Greedy(),
         draws=True,
     ),
@@ -187,7 +187,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "MAB-UCB",
         "the paper's upper-confidence-bound bandit",
         BANDIT,
-        Look("0.30", "", "o", "-"),
+        Look("#0072B2", "o", "-"),
         policy=lambda settings: UCB(settings.ucb_c, settings.pool_size),
         draws=True,
         settings=("ucb_c", "pool_size"),
@@ -196,7 +196,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "MAB-TS",
         "the paper's Thompson sampling",
         BANDIT,
-        Look("0.55", "\\\\", "^", "-."),
+        Look("#56B4E9", "^", "-."),
         policy=lambda settings: Thompson(settings.pool_size),
         draws=True,
         settings=("pool_size",),
@@ -205,7 +205,7 @@ METHODS: dict[str, Method] = {  # in the order of the paper's columns
         "Auto",
         "gradients of all candidates first, then measurements of the most promising, within a budget",
         BANDIT,
-        Look("0.15", "", "d", "-"),
+        Look("#D55E00", "d", "-"),
         policy=lambda settings: Auto(Budget(*settings.amount)),
         screens=False,
         draws=True,

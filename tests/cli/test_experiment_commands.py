@@ -68,10 +68,24 @@ def test_a_comparison_gives_intervals_tests_and_the_family(store: Path, run: Run
     assert "family of 10" in " ".join(ran.out.split())
     found = run("compare", store, "--json").document
     assert (found["family"], len(found["comparisons"])) == (10, 4)
+    assert (found["claims"], found["claimed"]) == (["greedy", "random"], 6)
     first = found["comparisons"][0]
     assert (first["baseline"], first["n"], first["planned"]) == ("greedy", 2, 2)
-    assert first["t_interval"][0] <= first["mean"] <= first["t_interval"][1]
+    assert all(first[name][0] <= first["mean"] <= first[name][1] for name in ("percentile", "bca", "t"))
+    assert "| bca 95% |" in run("compare", store, "--interval", "bca").out
+    assert "'basic'" in check_refused(run("compare", store, "--interval", "basic"))
     assert len(run("compare", store, "--against", "magnitude", "--json").document["comparisons"]) == 2
+
+
+def test_any_method_can_be_compared_with_all_the_others(store: Path, run: Run) -> None:
+    found = run("compare", store, "--method", "ucb", "--against", "all", "--json").document
+    first = [c for c in found["comparisons"] if not c["vary"]]
+    assert {(c["method"], c["baseline"]) for c in first} == {
+        ("ucb", b) for b in ("random", "magnitude", "fisher", "greedy", "ts")
+    }
+    assert found["family"] == len(found["comparisons"])
+    assert "'ucbb'" in check_refused(run("compare", store, "--method", "ucbb"))
+    assert "'al'" in check_refused(run("compare", store, "--against", "al"))
 
 
 def test_tables_are_printed_or_written_in_three_forms(store: Path, tmp_path: Path, run: Run) -> None:

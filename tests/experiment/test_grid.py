@@ -74,6 +74,17 @@ def test_the_papers_protocol_is_read_off_its_tables() -> None:
             assert (run.settings.pulls_per_step, run.settings.batches_per_pull, run.settings.screen) == (32, 2, 48)
             assert (run.settings.temperature, run.settings.group_width) == (0.02, 32)
         assert (run.settings.seq_len, run.settings.calibration_size, run.judging.max_batches) == (128, 512, 80)
+    scored = {"wanda": 70, "taylor": 14, "fisher": 14}  # Table B1's 69.9 and 14.3
+    for name in ("table4", "table6", "table10", "table10-half"):
+        runs = [run for run in read_grid(RUNS / f"{name}.toml").runs if run.settings.method in scored]
+        assert runs and all(run.settings.score_batches == scored[run.settings.method] for run in runs)
+
+
+def test_batches_per_pull_are_asked_with_the_papers_seeds_and_fifteen_more_and_share_the_runs_that_are_there() -> None:
+    found, here = (read_grid(RUNS / f"{name}.toml").runs for name in ("search-bpull", "here-deit"))
+    counts = Counter((run.settings.method, run.settings.batches_per_pull) for run in found)
+    assert counts == {(method, n): 20 for method in ("greedy", "ucb", "ts") for n in (1, 2, 4)}
+    assert len({run.key for run in found} & {run.key for run in here}) == 3 * 5
 
 
 def test_the_choices_of_table_7_are_those_of_table_4() -> None:
@@ -112,6 +123,19 @@ def test_on_images_a_score_that_looks_at_batches_chooses_with_the_seed_of_the_ru
     for method in ("wanda", "taylor", "fisher"):
         assert [(run.seed, run.settings.seed) for run in found[method]] == [(1, 1), (2, 2)], method
         assert len({run.choice_key for run in found[method]}) == 2, method
+
+
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_a_precision_can_be_varied_and_has_its_own_dense_model(world: World, tmp_path: Path, task: str) -> None:
+    def change(text: str) -> str:
+        return text.replace("vary.pool_size = [3, 4]", 'vary.dtype = ["float32", "bfloat16", "float16"]')
+
+    grid = read_grid(write_grid(world, tmp_path, task, change))
+    assert run_grid(grid, tmp_path / "store").failed == 0
+    cells = read_tables(tmp_path / "store")[1].cells
+    assert [cell.name for cell in cells] == ["Tiny, dtype float32", "Tiny, dtype bfloat16", "Tiny, dtype float16"]
+    dense = {record.judgement.dense.loss for cell in cells for record in cell.records("ucb") if record.judgement}
+    assert len(dense) == 3 * (1 if task == "text" else 2)  # images are drawn by seed
 
 
 def test_settings_that_a_method_does_not_use_make_no_second_run(world: World, tmp_path: Path) -> None:

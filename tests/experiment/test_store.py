@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from secateur.errors import OutputError, StoreError
+from secateur.experiment import figures
 from secateur.experiment.store import (
     FAILED,
     PLANS,
@@ -50,6 +51,18 @@ def test_records_come_back_as_they_were_written_and_the_later_of_two_counts(tmp_
     assert json.loads(lines[0])["pruned"]["loss"] == "nan"
     with Store(tmp_path) as again:
         assert again.records == records
+
+
+def test_the_cost_in_passes_comes_back_and_older_records_have_none(tmp_path: Path) -> None:
+    counted = make_record("a", passes=12.5, pass_flops=2e9, progress=((3.25, 0.01), (12.5, math.nan)))
+    with Store(tmp_path) as store:
+        for record in (counted, make_record("b")):
+            store.append(record)
+    found = read_store(tmp_path)[0]
+    assert (found["a"].flops, found["a"].progress[0]) == (2.5e10, (3.25, 0.01))
+    assert math.isnan(found["a"].progress[1][1])
+    assert found["b"].flops is None and found["b"].progress == ()
+    assert not {"passes", "pass_flops", "progress"} & set(make_record("b").to_json())
 
 
 def test_what_is_not_finite_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -256,6 +269,13 @@ def test_the_tables_beside_a_store_are_those_of_its_records(store: Path) -> None
     expected = {f"{table.name}.{suffix}": form(table) for table in rendered for suffix, form in FORMS.items()}
     found = {path.name: path.read_text(encoding="utf-8") for path in (store / "tables").iterdir()}
     assert found == expected
+
+
+@pytest.mark.parametrize("store", STORES, ids=lambda store: store.name)
+def test_the_figures_beside_a_store_are_those_that_its_records_have(store: Path) -> None:
+    names = [name for name, _ in figures._figures(read_tables(store))]
+    expected = {f"{name}.{form}" for name in names for form in figures.FORMATS}
+    assert {path.name for path in (store / "figures").iterdir()} == expected
 
 
 @pytest.mark.parametrize("store", STORES, ids=lambda store: store.name)

@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,20 @@ def test_table_10_counts_failed_runs_and_averages_the_others(tmp_path: Path) -> 
         assert ours == {name: theirs[name] for name in ours}
 
 
+def test_table_10_has_a_table_for_each_precision_beside_the_papers_row(tmp_path: Path) -> None:
+    def of_run(record: Record, cell: Cell, method: str, i: int) -> Record:
+        change = {"float32": 1.0, "bfloat16": 2.0, "float16": math.nan}[record.settings.dtype] + i
+        return failed(with_perplexity(record, change)) if math.isnan(change) else with_perplexity(record, change)
+
+    for name in ("table10", "table10-half"):
+        fill(tmp_path, name, of_run)
+    found = [rendered for rendered in render(read_tables(tmp_path), beside_paper=True) if rendered.number == "10"]
+    changes = {r.name: next(row for row in r.rows if "MAB-UCB" in row.cells).cells[-2] for r in found}
+    halves = {"table10-dtype-bfloat16": "4.00 ± 1.58%", "table10-dtype-float16": "NaN/failure"}
+    assert changes == {"table10": "3.00 ± 1.58%"} | halves
+    assert all("no such row" not in row.cells for rendered in found for row in rendered.rows)
+
+
 def statistics_of(n: int, mean: float, deviation: float) -> list[float]:
     """n values with this mean and sample deviation."""
     raw = [float(i) for i in range(n)]
@@ -135,7 +150,7 @@ def test_table_11_counts_28_of_a_family_of_all_language_tests(text_tables: list[
     assert len(family) == 2 * (10 * 6 + 4 * 3)
     assert values["Highlighted MAB vs greedy rows"] == "28"
     counts = summary(against_baseline(family, "greedy"), family)
-    assert values["Bootstrap 95% CI excludes zero"] == f"{counts.bootstrap}/28"
+    assert values["Bootstrap 95% CI excludes zero"] == f"{counts.percentile}/28"
     assert values["Paired p < 0.05"] == f"{counts.p}/28"
     assert f"BH q < 0.05 ({len(family)}-test family)" in values
 
@@ -220,6 +235,27 @@ def test_runs_that_are_missing_are_told_from_those_that_failed() -> None:
     spread = Spread(mean=1.0, deviation=None, valid=3, ended=4, planned=5)
     assert shown(spread, 2, "%") == "1.00% (3/4) [4 of 5 runs]"
     assert shown(spread, 2, "%", count_failed=False) == "1.00% [4 of 5 runs]"
+
+
+def test_costs_have_a_row_for_the_runs_of_a_method_however_many_tables_share_them(tmp_path: Path) -> None:
+    def of_run(record: Record, cell: Cell, method: str, i: int) -> Record:
+        record = judged(record, dense={"top1": 0.8, "top5": 0.9}, pulls=10 * len(method))
+        record = judged(record, zeroed={"top1": 0.79 - 0.01 * i, "top5": 0.9})
+        counted = method in ("greedy", "ucb", "magnitude")  # the others are older records
+        return replace(record, passes=(100.0 + i) * len(method), pass_flops=2e10) if counted else record
+
+    fill(tmp_path, "here-deit", of_run)
+    rendered = by_number(read_tables(tmp_path), "costs")
+    rows = [dict(zip(rendered.columns, row.cells, strict=True)) for row in rendered.rows]
+    # Greedy is of Table 9 and of Table 8, with other settings; UCB is the same in both.
+    assert [row["Method"] for row in rows] == ["Budgeted greedy", "MAB-UCB", "Magnitude", "Budgeted greedy"]
+    assert (rows[1]["Pulls"], rows[1]["Passes"], rows[1]["PFLOP"]) == ("30", "306.0", "0.00612")
+    assert (rows[1]["Seconds"], rows[1]["Change"]) == ("1.0", "-0.0300 ± 0.0158")
+    assert markdown(rendered).startswith("**What a choice costs")
+
+
+def test_a_store_without_passes_has_no_costs(text_tables: list[Table]) -> None:
+    assert all(rendered.number != "costs" for rendered in render(text_tables))
 
 
 def test_an_ablation_has_its_table(tmp_path: Path) -> None:

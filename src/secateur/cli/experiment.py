@@ -5,7 +5,9 @@ What a command needs is imported when it runs: help and refusals come at once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,11 +21,11 @@ from secateur.files.places import check_folder
 from secateur.methods import METHODS, label
 
 if TYPE_CHECKING:
-    from secateur.experiment.compare import Comparison
+    from secateur.experiment.compare import Comparison, Summary
     from secateur.experiment.grid import Grid
 
 WHERE = "Where to run"
-COLUMNS = ["table", "cell", "method", "pairs", "difference", "bootstrap 95%", "t 95%", "p", "Wilcoxon p", "q", "loss 95%"]
+ALL = "all"
 StoreFolder = Annotated[Path, typer.Argument(help="The store that `secateur grid` wrote.", show_default=False)]
 
 
@@ -110,61 +112,87 @@ def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
 @takes()
 def compare(
     store: StoreFolder,
-    against: Annotated[str, typer.Option(help="The baseline.")] = "greedy",
+    against: Annotated[str, typer.Option(help="The baseline, or all.")] = "greedy",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compare this one with all the others; may be given again. \\[default: the bandits]", show_default=False
+        ),
+    ] = None,
+    interval: Annotated[
+        str, typer.Option(help="The interval shown: t, or a bootstrap, percentile or bca; --json has all three.")
+    ] = "t",
     as_json: AsJson = False,
 ) -> None:
     """The bandits against a baseline, paired over seeds: intervals, tests, and q-values over the whole family of tests.
 
     The family is every bandit against every other method in every cell of the store, whatever is shown of it.
     """
-    if against not in METHODS:
-        raise not_one_of("baseline", against, METHODS)
-    from secateur.experiment.compare import against_baseline, compare as compare_cells, summary
+    for what, name in (("baseline", against), *(("method", name) for name in method or ())):
+        if name not in METHODS and (what, name) != ("baseline", ALL):
+            raise not_one_of(what, name, METHODS)
+    from secateur.experiment.compare import CLAIMED, INTERVALS, against_baseline, compare as compare_cells, summary
     from secateur.experiment.store import read_tables
     from secateur.experiment.tables import markdown_table
 
-    family = compare_cells(read_tables(store, stderr.print))
-    shown = against_baseline(family, against)
+    if interval not in INTERVALS:
+        raise not_one_of("interval", interval, INTERVALS)
+    family = compare_cells(read_tables(store, stderr.print), methods=method or None)
+    shown = family if against == ALL and family else against_baseline(family, against)
     counts = summary(shown, family)
     if as_json:
-        document = {"comparisons": [c.to_json() for c in shown], "family": counts.family, "tested": counts.tested}
-        print(jsonio.dumps(document, indent=1))
+        sizes = {name: getattr(counts, name) for name in ("family", "tested", "claimed")} | {"claims": list(CLAIMED)}
+        print(jsonio.dumps({"comparisons": [c.to_json() for c in shown]} | sizes, indent=1))
         return
-    print(markdown_table(COLUMNS, [_comparison_row(c) for c in shown]), end="\n\n")
-    n = len(shown)
-    stdout.print(
-        f"Differences are method minus {label(against)}: of the percent change of perplexity, or of the Top-1 drop in points; "
-        "negative favours the method."
-    )
-    stdout.print(
-        f"Of {n} comparisons, {counts.bootstrap} bootstrap and {counts.t_interval} t intervals exclude zero, {counts.p} have "
-        f"p < 0.05 and {counts.q} q < 0.05 (Benjamini-Hochberg over the family of {counts.family} tests, {counts.tested} of "
-        "which have a p-value)."
-    )
-    stdout.print(
+    columns = f"test,table,cell,method,baseline,pairs,difference,{interval} 95%,p,Wilcoxon p,q,q of claims,loss 95%".split(",")
+    print(markdown_table(columns, [_comparison_row(c, interval) for c in shown]), end="\n\n")
+    for sentence in _readings(shown, counts):
+        stdout.print(sentence)
+
+
+def _readings(shown: Sequence[Comparison], counts: Summary) -> list[str]:
+    """What the rows mean and what they come to."""
+    from secateur.experiment.compare import CLAIMED, RESAMPLES
+
+    drawn = sorted({c.result.resamples for c in shown if c.result.resamples})
+    resamples = " or ".join(f"{n:,} drawn" if n == RESAMPLES else f"all {n:,}" for n in drawn) or "no"
+    sentences = [
+        "Differences are method minus baseline: of the percent change of perplexity, or of the Top-1 drop in points; negative "
+        "favours the method.",
+        f"Of {len(shown)} comparisons, {counts.percentile} percentile, {counts.bca} BCa and {counts.t} t intervals exclude "
+        f"zero (bootstraps of {resamples} resamples), and {counts.p} have p < 0.05.",
+        f"Benjamini-Hochberg: {counts.q} have q < 0.05 over the family of {counts.family} tests, {counts.tested} of which have "
+        f"a p-value, and {counts.q_claimed} over the {counts.claimed} tests against the baselines of the paper's claims "
+        f"({', '.join(map(label, CLAIMED))}).",
         "With few seeds a bootstrap interval is too narrow and the t interval is to be trusted; five pairs cannot bring "
         "Wilcoxon's p below 0.0625. The last column is about the loss, with an interval over evaluation batches: how surely "
-        "these very selections are told apart, not how another seed would choose."
-    )
+        "these very selections are told apart, not how another seed would choose.",
+    ]
+    if counts.tests < len(shown):
+        once = "Comparisons with the same number are one test, since most of their seeds chose the same units"
+        sentences.append(f"{once}: it counts once, by the largest p.")
+    return sentences
 
 
-def _comparison_row(c: Comparison) -> list[str]:
+def _comparison_row(c: Comparison, shown: str) -> list[str]:
     scale, result = (100 if c.cell.task == "image" else 1), c.result
 
     def between(interval: tuple[float, float], scale: float = scale, digits: int = 2) -> str:
         return f"{interval[0] * scale:+.{digits}f} to {interval[1] * scale:+.{digits}f}"
 
     return [
+        str(c.test),
         ", ".join(c.tables),
         str(c.cell),
         label(c.method),
+        label(c.baseline),
         f"{result.n}/{c.planned}",
         f"{result.mean * scale:+.2f}",
-        between(result.bootstrap),
-        between(result.t_interval),
+        between(getattr(result, shown)),
         f"{result.t_p:.4f}",
         f"{result.wilcoxon_p:.4f}",
         f"{c.q:.4f}",
+        "" if math.isnan(c.q_claimed) else f"{c.q_claimed:.4f}",
         between(c.batch_interval, 1, 4),
     ]
 

@@ -49,9 +49,9 @@ class Record:
     reason: str = ""
     judgement: Judgement | None = None
     score_passes: int = 0  # model passes of a score or a set; one with a gradient counts once
-    passes: float | None = None  # what the choice cost, in forward passes of one batch; partial runs count in part
-    pass_flops: float | None = None  # FLOPs of such a pass
-    progress: tuple[tuple[float, float], ...] = ()  # after each chosen unit: passes, and the damage measured so far
+    passes: float | None = None  # forward passes of a calibration batch: partial ones by blocks, a gradient as three
+    pass_flops: float | None = None  # FLOPs of one such pass
+    progress: tuple[tuple[float, float], ...] = ()  # after each chosen unit: passes so far, and the estimated damage
     selection_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -71,6 +71,11 @@ class Record:
             return self.judgement.changes[name]
         return float(getattr(self.judgement if hasattr(self.judgement, name) else self, name))
 
+    @property
+    def flops(self) -> float | None:
+        """Forward FLOPs of the choice; None if the record does not say."""
+        return None if self.passes is None or self.pass_flops is None else self.passes * self.pass_flops
+
     def to_json(self) -> dict[str, Any]:
         settings = {name: value for name, value in self.settings.to_json().items() if name != "device"}  # not part of the run
         names = ("key", "status", "grid", "model", "data", "seed")
@@ -84,7 +89,7 @@ class Record:
             origin = ("model_digest", "calibration_digest", "machine", "data_digest")
             fields |= {name: getattr(self, name) for name in (*cost, *origin)}
             counted = {name: getattr(self, name) for name in ("passes", "pass_flops", "progress")}
-            fields |= {name: value for name, value in counted.items() if value not in (None, ())}
+            fields |= {name: value for name, value in counted.items() if value not in (None, ())}  # older records have none
         return fields
 
     @classmethod
@@ -266,6 +271,20 @@ class Cell:
     @property
     def metric(self) -> str:
         return TEXT_METRIC if self.task == "text" else IMAGE_METRIC
+
+    @property
+    def place(self) -> tuple[str, str, str, float]:
+        """What is pruned and judged, whatever the settings."""
+        return self.model, self.data, self.target, self.ratio
+
+    @property
+    def name(self) -> str:
+        """The model, and the setting that the cell varies: "gpt2, dtype float16"."""
+        return ", ".join(filter(None, (self.model, self.varied)))
+
+    @property
+    def varied(self) -> str:
+        return "".join(f"{name.replace('_', ' ')} {value}" for name, value in self.vary.items())
 
     def records(self, method: str | None = None) -> list[Record]:
         """The records of runs that ended, failed ones too."""

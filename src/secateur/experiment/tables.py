@@ -46,6 +46,10 @@ EIGHT_AND_NINE = (
     "Tables 8 and 9 of the paper print different figures for the bandits at equal counts of evaluations (DeiT-Tiny MAB-UCB "
     "-0.0240 and -0.0178) and do not say what differed; here both are of the same runs."
 )
+BOOTSTRAP = (
+    "The bootstrap is the percentile one, over every resample of up to six pairs and over 10,000 of more. Five pairs make it "
+    "optimistic: the t interval stands below it."
+)
 BY_SEED = "The images that judge are drawn by seed, hence the spread of the dense model and of static methods."
 NOTES = {
     "4": [ONE_BASE],
@@ -54,8 +58,8 @@ NOTES = {
     "A5": [EIGHT_AND_NINE, BY_SEED],
     "9": [EIGHT_AND_NINE, BY_SEED],
     "A4": [EIGHT_AND_NINE, BY_SEED],
-    "11": ["Five pairs make a bootstrap interval optimistic: the t interval stands below it."],
-    "B2": ["Five pairs make a bootstrap interval optimistic: the t interval stands below it."],
+    "11": [BOOTSTRAP],
+    "B2": [BOOTSTRAP],
     "B1": [
         "Forward batches are model passes as they were made: base losses are shared within a step. The paper counts two a "
         "batch, and its 1,851 evaluations over 310 units at 10% are about 60 a step where its text says 32."
@@ -100,7 +104,7 @@ def _by_method(tables: Sequence[Table]) -> Iterable[Rendered]:
         if cells:
             methods = _methods(cells)
             rows = [
-                Row((cell.model,), [cell.model, *(percent(cell.spread(method, cell.metric)) for method in methods)])
+                Row((cell.model,), [cell.name, *(percent(cell.spread(method, cell.metric)) for method in methods)])
                 for cell in cells
             ]
             yield _rendered(number, ["Model", *(label(m) for m in methods)], rows)
@@ -115,7 +119,7 @@ def _best(tables: Sequence[Table]) -> Iterable[Rendered]:
         other = _lowest({m: s for m, s in spreads.items() if m not in bandits()})
         best = [MISSING if m is None else f"{label(m)}: {percent(spreads[m])}" for m in (bandit, other)]
         advantage = f"{spreads[other].mean - spreads[bandit].mean:.2f} percentage points" if bandit and other else MISSING
-        rows.append(Row((cell.model,), [cell.model, *best, advantage]))
+        rows.append(Row((cell.model,), [cell.name, *best, advantage]))
     if rows:
         yield _rendered("5", ["Model", "Best MAB", "Best non-MAB baseline", "MAB advantage over best non-MAB"], rows)
 
@@ -129,9 +133,8 @@ def _lowest(spreads: dict[str, Spread]) -> str | None:
 
 def _by_ratio(tables: Sequence[Table]) -> Iterable[Rendered]:
     """Table 6: one row per ratio, one table per model."""
-    cells = list(cells_of(tables, "6"))
-    for model in dict.fromkeys(cell.model for cell in cells):
-        of_model = [cell for cell in cells if cell.model == model]
+    for of_model in _by_name(cells_of(tables, "6")):
+        model = of_model[0].model
         methods = _methods(of_model)
         rows = [
             Row(
@@ -141,7 +144,7 @@ def _by_ratio(tables: Sequence[Table]) -> Iterable[Rendered]:
             for cell in of_model
         ]
         columns = [f"{'GPT-2' if model == 'gpt2' else model} MLP prune ratio", *(label(m) for m in methods)]
-        yield _rendered("6", columns, rows, model=model)
+        yield _rendered("6", columns, rows, of=of_model[0])
 
 
 def _matched(tables: Sequence[Table]) -> Iterable[Rendered]:
@@ -169,18 +172,19 @@ def _screening(tables: Sequence[Table]) -> Iterable[Rendered]:
 
 
 def _sensitivity(tables: Sequence[Table]) -> Iterable[Rendered]:
-    """Table 10: one row per ratio and method, with a column that counts valid runs; one table per model."""
-    cells = list(cells_of(tables, "10"))
-    for model in dict.fromkeys(cell.model for cell in cells):
+    """Table 10: one row per ratio and method, with a column that counts valid runs; one table per model and precision."""
+    for cells in _by_name(cells_of(tables, "10")):
         rows = []
-        for cell in (cell for cell in cells if cell.model == model):
+        for cell in cells:
             for method in cell.runs:
                 spread = cell.spread(method, cell.metric)
                 assert spread
                 amounts = [_share(cell, method), _zeroed(cell, method)]
                 valid = f"{spread.valid}/{spread.ended}" if spread.ended else MISSING
                 change = shown(spread, 2, "%", count_failed=False)  # they have their own column here
-                rows.append(Row((_ratio(cell), label(method), model), [_ratio(cell), *amounts, label(method), change, valid]))
+                rows.append(
+                    Row((_ratio(cell), label(method), cell.model), [_ratio(cell), *amounts, label(method), change, valid])
+                )
         columns = [
             "Ratio",
             "Actual unit ratio",
@@ -189,7 +193,7 @@ def _sensitivity(tables: Sequence[Table]) -> Iterable[Rendered]:
             "PPL change (finite mean ± std)",
             "Valid runs",
         ]
-        yield _rendered("10", columns, rows, model=model)
+        yield _rendered("10", columns, rows, of=cells[0])
 
 
 def _language_details(tables: Sequence[Table]) -> Iterable[Rendered]:
@@ -266,8 +270,8 @@ def _significance(tables: Sequence[Table]) -> Iterable[Rendered]:
     size = f"{counts.family}-test family" + ("" if counts.tested == counts.family else f", {counts.tested} tested")
     rows = [
         Row(("Highlighted MAB vs greedy rows",), ["Highlighted MAB vs greedy rows", str(n) + incomplete]),
-        Row(("Bootstrap 95% CI excludes zero",), ["Bootstrap 95% CI excludes zero", f"{counts.bootstrap}/{n}"]),
-        Row(("t 95% CI excludes zero",), ["t 95% CI excludes zero", f"{counts.t_interval}/{n}"]),
+        Row(("Bootstrap 95% CI excludes zero",), ["Bootstrap 95% CI excludes zero", f"{counts.percentile}/{n}"]),
+        Row(("t 95% CI excludes zero",), ["t 95% CI excludes zero", f"{counts.t}/{n}"]),
         Row(("Paired p < 0.05",), ["Paired p < 0.05", f"{counts.p}/{n}"]),
         Row(("BH q < 0.05 (116-test family)",), [f"BH q < 0.05 ({size})", f"{counts.q}/{n}"]),
     ]
@@ -299,13 +303,38 @@ def _cost(tables: Sequence[Table]) -> Iterable[Rendered]:
         yield _rendered("B1", columns, rows)
 
 
+def _costs(tables: Sequence[Table]) -> Iterable[Rendered]:
+    """What each choice cost, in forward passes of a calibration batch and in FLOPs, and what it is worth; not the paper's."""
+    rows: dict[tuple[str, ...], Row] = {}  # by the runs: two tables may share them
+    for cell in (cell for table in tables for cell in table.cells):
+        for method in cell.runs:
+            records = [record for record in cell.valid(method).values() if record.passes is not None]
+            if not records:
+                continue
+            passes = statistics.fmean(record.passes or 0.0 for record in records)
+            flops = [record.flops / 1e15 for record in records if record.flops is not None]
+            seconds = statistics.fmean(record.selection_seconds for record in records)
+            cost = [f"{passes:.1f}", f"{statistics.fmean(flops):.4g}" if flops else "", f"{seconds:.1f}"]
+            change = cell.spread(method, cell.metric)
+            worth = [shown(cell.spread(method, "delta_loss"), 4), percent(change) if cell.task == "text" else shown(change, 4)]
+            about = [cell.name, cell.data, _kind(cell), _ratio(cell), label(method), _evals(cell, method)]
+            rows.setdefault(tuple(cell.keys[method].values()), Row((str(cell), method), [*about, *cost, *worth]))
+    if rows:
+        columns = ["Model", "Dataset", "Target", "Ratio", "Method", "Pulls", "Passes", "PFLOP", "Seconds", "Δ loss", "Change"]
+        note = (
+            "Passes are forward passes of one calibration batch: a partial one counts by its blocks, one with a gradient three "
+            "times. The change is of perplexity or of Top-1."
+        )
+        yield Rendered("costs", "costs", "What a choice costs and what it is worth", columns, list(rows.values()), [note])
+
+
 def _ablations(tables: Sequence[Table]) -> Iterable[Rendered]:
     """One row per value of the varied setting, one column per method; the paper has no such tables."""
     cells = list(cells_of(tables, "ablation"))
     for name in dict.fromkeys(name for cell in cells for name in cell.vary):
         varied = [cell for cell in cells if name in cell.vary]
         methods = _methods(varied)
-        several = len({(cell.model, cell.data, cell.target, cell.ratio) for cell in varied}) > 1
+        several = len({cell.place for cell in varied}) > 1
         rows = []
         for cell in varied:
             about = [cell.model, cell.data, _kind(cell), _ratio(cell)] if several else []
@@ -335,6 +364,7 @@ BUILDERS: tuple[Callable[[Sequence[Table]], Iterable[Rendered]], ...] = (
     _vision_details,
     _cost,
     _ablations,
+    _costs,
 )
 
 Show = Callable[[Cell, str], str]
@@ -354,16 +384,27 @@ def _long(number: str, cells: Iterable[Cell], names: tuple[str, ...], columns: d
                 "Method": label(method),
             }
             key = tuple(values[name] for name in names if name in KEYS[number][0])
+            values["Model"] = cell.name
             rows.append(Row(key, [*(values[name] for name in names), *(show(cell, method) for show in columns.values())]))
     if rows:
         yield _rendered(number, [*names, *columns], rows)
 
 
-def _rendered(number: str, columns: list[str], rows: list[Row], model: str = "") -> Rendered:
+def _rendered(number: str, columns: list[str], rows: list[Row], of: Cell | None = None) -> Rendered:
+    """The table under its number; of one model and what it varies, if `of` is one of its cells."""
     in_paper = any(paper_row(number, *row.key) for row in rows)
-    suffix = f"-{slug(model)}" if model and not in_paper else ""
-    title = TITLES[number] + (f" ({model})" if model else "")
-    return Rendered(number, f"table{number}{suffix}", title, columns, rows, list(NOTES.get(number, [])))
+    parts = [of.model if not in_paper else "", of.varied] if of else []
+    name = "-".join([f"table{number}", *(slug(part) for part in parts if part)])
+    title = TITLES[number] + (f" ({of.name})" if of else "")
+    return Rendered(number, name, title, columns, rows, list(NOTES.get(number, [])))
+
+
+def _by_name(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """The cells of each model and of each value of what is varied."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.name, []).append(cell)
+    return list(groups.values())
 
 
 def _methods(cells: Iterable[Cell]) -> list[str]:
@@ -482,7 +523,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def _heading(rendered: Rendered) -> str:
-    return rendered.title if rendered.number == "ablation" else f"Table {rendered.number}. {rendered.title}"
+    return f"Table {rendered.number}. {rendered.title}" if rendered.number in KEYS else rendered.title
 
 
 def _line(cells: Iterable[str]) -> str:
