@@ -28,7 +28,9 @@ def test_pulls_and_units_are_those_of_the_real_search_and_forwards_are_near(
 ) -> None:
     forecast = foretold(world, method=method, target=target)
     selection = chosen(world, tmp_path / "s.json", method=method, target=target)
-    assert (forecast.removed, forecast.pulls) == (len(selection.units), selection.pulls)
+    assert forecast.removed == len(selection.units)
+    # auto may be sure before its budget is spent, and invented damages do not tell when.
+    assert forecast.pulls == (pytest.approx(selection.pulls, rel=0.5) if method == "auto" else selection.pulls)
     assert (forecast.pulls > 0) == (method in searching())
     assert selection.forwards * 0.7 <= forecast.forwards <= selection.forwards * 1.3
     assert all(seconds > 0 for seconds in forecast.seconds.values())

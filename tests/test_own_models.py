@@ -86,7 +86,7 @@ def test_a_character_level_gpt2_is_trained_pruned_and_runs_as_onnx(run: Run, lin
         (data / f"{split}.txt").write_text("\n".join(short) + "\n", encoding="utf-8")
     made = run(
         *("prune", tmp_path / "model", "--calibration", data, "--seq-len", LENGTH, "--target", "both", "--ratio", 0.1),
-        *("--method", "halving", "--pulls-per-step", 12, "--batches-per-pull", 1, "--screen", 0, "--batch-size", 16),
+        *("--method", "auto", "--budget", "60forwards", "--batch-size", 16),
         *("--evaluation-size", 256, "--no-measure", "--repair", "--json", "-o", tmp_path / "out"),
     )
     assert made.code == 0, made.err

@@ -149,8 +149,10 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_files(method: str, worl
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["journal.jsonl"]
     listener = Listener()
     prune(world, method=method, out=tmp_path / "cut", watcher=listener)
-    made, left = (4, 2) if method == "auto" else (6, 6)  # auto has half as many pulls
-    assert [pull.replayed for pull in listener.pulls] == [True] * made + [False] * left
+    made = [pull.replayed for pull in listener.pulls]
+    before = made.count(True)
+    assert made == [True] * before + [False] * (len(made) - before)
+    assert (before, len(made)) == (6, 12) or (method == "auto" and 2 < before < len(made))
     for name in ("selection.json", "journal.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -198,12 +200,14 @@ def test_a_model_that_gives_nan_is_reported_as_nan_in_strict_json(world: World, 
     model.save_pretrained(tmp_path / "model")
     make_tokenizer(world.text / "train.txt").save_pretrained(tmp_path / "model")
     settings: dict[str, Any] = {"calibration": str(world.text), "device": "cpu"} | SMALL
-    result = sc.prune(str(tmp_path / "model"), method="random", out=tmp_path / "out", **settings)
+    result = sc.prune(str(tmp_path / "model"), out=tmp_path / "out", **settings | {"method": "random"})
     assert math.isnan(result.record.judgement.zeroed.loss)
     written = (tmp_path / "out" / "evaluation.json").read_text()
     assert json.loads(written, parse_constant=pytest.fail)["pruned"]["perplexity"] == "nan"
     with pytest.raises(sc.ModelError, match=r"loss.* nan"):
-        sc.prune(str(tmp_path / "model"), method="ucb", **settings)
+        sc.prune(str(tmp_path / "model"), **settings)
+    with pytest.raises(sc.ModelError, match=r"loss.* nan"):
+        sc.prune(str(tmp_path / "model"), **settings | {"method": "auto"})
 
 
 # What is refused
@@ -317,7 +321,7 @@ def test_choosing_leaves_the_model_as_it_was(method: str, world: World) -> None:
     model, calibration, evaluation = loaded(world, "text")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dense = sc.evaluate(model, evaluation)
-    sc.choose(sc.Opened("tiny", model), calibration, sc.Settings("tiny", method=method, **SMALL).for_task("text"))
+    sc.choose(sc.Opened("tiny", model), calibration, sc.Settings("tiny", **SMALL | {"method": method}).for_task("text"))
     assert hook_count(model) == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
@@ -342,7 +346,7 @@ def test_a_cache_memory_that_is_too_small_is_said_once_and_changes_nothing(
     assert result.selection.units == prune(world).selection.units
 
 
-LANED = [("ucb", "text"), ("ts", "image"), ("greedy", "text"), ("ucb", "image"), ("halving", "text"), ("halving", "image")]
+LANED = [("ucb", "text"), ("ts", "image"), ("greedy", "text"), ("ucb", "image"), ("auto", "text"), ("auto", "image")]
 
 
 @pytest.mark.slow
@@ -375,7 +379,7 @@ CHEAP: dict[str, Any] = {"layout": "free", "measure": False, "evaluation_batches
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["keep_params", "keep_flops"])
-@pytest.mark.parametrize("method", ["ucb", "greedy", "halving", "magnitude"])
+@pytest.mark.parametrize("method", ["ucb", "greedy", "auto", "magnitude"])
 @pytest.mark.parametrize("task", ["text", "image"])
 def test_a_goal_is_met_by_the_checkpoint(what: str, method: str, task: str, world: World, tmp_path: Path) -> None:
     settings = CHEAP | {"method": method, "target": "both", what: 0.8}

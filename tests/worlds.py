@@ -27,15 +27,24 @@ tf: Any = transformers  # its classes are not typed
 ROOT = Path(__file__).parents[1]
 SEQ_LEN = 16  # all that the tiny models take
 WORDS = ("the", "a", "red", "small", "old", "cat", "dog", "bird", "sees", "finds", "near", "under", "tree", "and", "sings")
-SMALL: dict[str, Any] = {"ratio": 0.3, "pulls_per_step": 4, "group_width": GROUP, "seq_len": SEQ_LEN, "layout": "none"}
+SMALL: dict[str, Any] = {
+    "method": "ucb",
+    "ratio": 0.3,
+    "pulls_per_step": 4,
+    "group_width": GROUP,
+    "seq_len": SEQ_LEN,
+    "layout": "none",
+}
 GOALS = {f"{word}_{what}" for word in ("keep", "target") for what in ("params", "flops", "latency")}
 N_UNITS = {"head": 9, "mlp": 12, "both": 21}  # 3 blocks with 3 heads and 14 MLP channels in groups of 4
 K = {"head": 3, "mlp": 4, "both": 6}  # Eq. 6 at a ratio of 0.3
 
 
 def small(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """SMALL with these settings, and without its ratio beside a goal."""
-    return {name: value for name, value in SMALL.items() if name != "ratio" or not GOALS & settings.keys()} | dict(settings)
+    """SMALL with these settings, without its ratio beside a goal and without its pulls a step for auto, which has a budget."""
+    left_out = {"ratio"} if GOALS & settings.keys() else set()
+    left_out |= {"pulls_per_step"} if settings.get("method") == "auto" else set()
+    return {name: value for name, value in SMALL.items() if name not in left_out} | dict(settings)
 
 
 @dataclass(frozen=True)
@@ -254,9 +263,12 @@ FLAGS = ["--device", "cpu", *(word for name, value in SMALL.items() for word in 
 
 
 def flags_beside(options: Sequence[object]) -> list[str]:
-    """FLAGS, without the ratio beside a goal."""
+    """FLAGS, without the ratio beside a goal and without the pulls of a step for auto, which has a budget."""
     goal = any(str(option).startswith(("--keep-", "--target-")) for option in options)
-    return [word for word in FLAGS if not (goal and word in ("--ratio", str(SMALL["ratio"])))]
+    left_out = ["--ratio"] if goal else []
+    left_out += ["--pulls-per-step"] if "auto" in options else []
+    kept = [(name, value) for name, value in zip(FLAGS[::2], FLAGS[1::2], strict=True) if name not in left_out]
+    return [word for pair in kept for word in pair]
 
 
 def prune_command(world: World, out: Path, *more: object, task: str = "text", model: object = None) -> list[object]:

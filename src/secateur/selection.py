@@ -86,7 +86,7 @@ class Step:
     pool: int  # candidates in the pool
     evaluated: int  # those that were measured
     broken: int  # those whose mask made the loss non-finite
-    sure: float | None = None  # the probability that the unit is better than the runner-up; None: unknown
+    sure: float | None = None  # the probability that the choice is right: docs/search.md; None: unknown
     damage: float = math.nan  # of the unit, as the policy believes; the mean of its pulls where it says nothing
     passes: float = 0.0  # forward passes of one batch until then; partial runs count in part
 

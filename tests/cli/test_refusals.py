@@ -30,7 +30,7 @@ from worlds import FILES, SEQ_LEN, Run, World, check_refused, contents, prune_co
         ("--ratio", "-1", r"ratio.*-1\.0\b"),
         ("--ratio", "abc", "--ratio"),
         ("--ratio", "0.99", r"ratio.*0\.99.*\b9\b"),
-        ("--method", "ucbb", "'ucbb'.*greedy, ucb, ts, halving.*mean 'ucb'"),
+        ("--method", "ucbb", "'ucbb'.*greedy, ucb, ts, auto.*mean 'ucb'"),
         ("--target", "heads", "'heads'.*head, mlp, both"),
         ("--dtype", "float8", "'float8'.*float32, bfloat16, float16"),
         ("--device", "gpu", "'gpu'.*--device cpu"),

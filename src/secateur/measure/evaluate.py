@@ -59,7 +59,7 @@ class _Count:
             self.total, self.rows = self.total + total, self.rows + rows
 
     def add_rows(self, rows: Rows, batch: Batch) -> None:
-        losses, labels, best, _ = rows
+        losses, labels, best = rows
         counted = labels != IGNORED
         self.add(float(losses.sum()), int(counted.sum()))
         if best is None or not bool(counted.any()):

@@ -139,8 +139,10 @@ class Planner(Protocol):
         """The next step of a search for `total` units of which `left` are still to be chosen, with or without gradients."""
         ...
 
-    def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
-        """Choose `wanted` arms."""
+    def run(
+        self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1, left: int = 1
+    ) -> Conversation:
+        """Choose `wanted` arms of the `left` that the search still has to choose."""
         ...
 
 
@@ -318,7 +320,9 @@ class Auto:
         passes = pulls * PULL_PASSES * self.looking / (1 - self.looking) if by_pulls else room - pulls * PULL_PASSES
         return Plan(units, pulls, max(1, int(passes / GRADIENT_PASSES)))
 
-    def run(self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1) -> Conversation:
+    def run(
+        self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1, left: int = 1
+    ) -> Conversation:
         stats, posterior = ArmStats(len(beliefs)), Posterior(beliefs, self.carry)
         wanted = min(wanted, len(beliefs), budget)
         shuffled = rng.permutation(len(beliefs))  # so that ties are broken by seed
@@ -331,7 +335,7 @@ class Auto:
             room = budget - stats.pulls
             chances, regret = posterior.outlook(wanted, ~stats.broken, rng)
             if room < 2 or regret <= self.enough * float(np.abs(posterior.means).mean()):
-                return _best_of(stats, posterior, chances)
+                return _best_of(stats, posterior, posterior.outlook(min(left, len(beliefs)), ~stats.broken, rng)[0])
             doubtful = np.argsort(np.where(stats.broken, np.inf, np.abs(chances - 0.5)), kind="stable")
             arms = doubtful[: max(2, math.ceil(room / 2))]
 
@@ -361,7 +365,7 @@ class Posterior:
         slopes = [belief.slope for belief in beliefs if belief.slope]
         self._looked = len(slopes) == len(beliefs)
         self._rest = _Gaussian([belief.rest if self._looked else belief for belief in beliefs], carry)
-        self._second = np.array([slope.second for slope in slopes]) if self._looked else np.ones(len(beliefs))
+        self._second = _finite([slope.second for slope in slopes]) if self._looked else np.ones(len(beliefs))
         self._first, self._noise = _shrunk([slope.first for slope in slopes]) if self._looked else (0.0, 0.0)
         self._size = self._size_of(self._second)
         self._doubt = 0.1  # of the prior before anything is measured, in its own size
@@ -417,10 +421,17 @@ class Posterior:
         return chances, float(regret.mean()) / wanted
 
 
+def _finite(seconds: Sequence[float]) -> Array:
+    """The second-order terms; one that is not finite counts as far worse than all others."""
+    values = np.array(seconds)
+    known = np.isfinite(values)
+    return np.where(known, values, 10 * values[known].max(initial=1.0))
+
+
 def _shrunk(firsts: Sequence[Moment]) -> tuple[Array, Array]:
     """First-order terms, shrunk by the share of their size that the noise of the examples explains, and their variances."""
-    means = np.array([first.mean for first in firsts])
-    noise = np.array([first.variance / first.count for first in firsts])
+    means = np.nan_to_num(np.array([first.mean for first in firsts]), nan=0.0, posinf=0.0, neginf=0.0)
+    noise = np.nan_to_num(np.array([first.variance / first.count for first in firsts]), nan=0.0, posinf=0.0)
     if not (noise > 0).any():
         return means, np.zeros(len(means))
     signal = float(np.mean(means[noise > 0] ** 2 / noise[noise > 0]))

@@ -134,7 +134,7 @@ def select(
             if plan.gradient_batches and isinstance(meter, Foreteller):
                 passes.count += GRADIENT_PASSES * beliefs.look(meter, pool, plan.gradient_batches, goal)
         search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher, passes)
-        options = {"wanted": plan.units} if plan.units > 1 else {}
+        options = {"wanted": plan.units, "left": n_steps - len(selected)} if isinstance(policy, Planner) else {}
         choice = search.hold(policy.run(beliefs.of(pool), plan.pulls, policy_rng, **options))
         trace += search.pulls
         beliefs.hear(pool, search.heard)
