@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,7 +230,8 @@ def _choosing(
     meter = meter_of(opened, calibration, settings, job.machine)  # refuses budgets that these batches do not allow
     runs = _rehearsed(settings, len(calibration), units, removed, screen)
     kept = screen.kept(units) if screen else units
-    costs = _run_seconds(meter, kept, gradients=runs.gradients > 0)
+    with closing(meter):
+        costs = _run_seconds(meter, kept, gradients=runs.gradients > 0)
     pool = min(len(kept), settings.row.policy(settings).pool_size(len(kept), settings.pulls_per_step))
     return scoring + sum(n * cost for n, cost in zip(runs, costs, strict=True)), runs, pool
 
@@ -291,7 +293,9 @@ def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, jud
     parts = dict(zip((Settings, Judging, Cutting, Machine), job, strict=True))
     left_out = job.settings.unused() | ({"ratio"} if job.settings.keep else set())
     if not job.settings.row.policy:
-        left_out |= {"screen", "lanes", "cache_memory"}
+        left_out |= {"screen", "lanes", "cache_memory", "workers", "ray"}
+    if not job.machine.ray:
+        left_out |= {"ray", "cpus_per_worker", "gpus_per_worker"}
     if MLP not in TARGETS[job.settings.target]:
         left_out |= {"group_width"}
     if TASKS[task_of(opened.model)].inputs != TEXT:
