@@ -5,13 +5,11 @@ import subprocess
 import sys
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dying_once import DEATH
 from grids import grid_command, lasting, n_lines, records_of, write_grid
-from secateur.errors import SettingError
 from secateur.experiment import workers
 from secateur.experiment.grid import GridResult, read_grid, run_grid
 from secateur.watcher import GridProgress
@@ -121,12 +119,3 @@ def test_no_worker_runs_code_from_the_folder_in_which_the_command_is_started(
     assert [path.name for path in folder.glob("*.ran")] == []
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == {"done": 1, "failed": 0, "left": 0, "problems": []}
-
-
-@pytest.mark.parametrize(
-    ("where", "complaint"),
-    [({"workers": -1}, "workers.*-1"), ({"threads": -1}, "threads.*-1"), ({"workers": 2, "ray": "local"}, "--workers.*--ray")],
-)
-def test_places_that_cannot_be_are_refused(where: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(SettingError, match=complaint):
-        Where(**where)

@@ -193,7 +193,7 @@ def _packed(batch: Batch) -> bytes:
 # The worker's side
 
 
-class _Desk:
+class Desk:
     """What a worker has: the model, the batches that it was sent, and their base losses under the committed units."""
 
     def __init__(self, opening: Opening, part: Part) -> None:
@@ -227,7 +227,7 @@ class _Desk:
         return Answer({i: self._base[i] for i in ask.batches}, made.masked, cache_was_full=self._runner.cache_was_full)
 
 
-_desk: _Desk | None = None
+_desk: Desk | None = None
 
 
 def perform(task: Opening | Ask, part: Part) -> Answer | Exception | None:
@@ -235,7 +235,7 @@ def perform(task: Opening | Ask, part: Part) -> Answer | Exception | None:
     global _desk
     try:
         if isinstance(task, Opening):
-            _desk = _Desk(task, part)
+            _desk = Desk(task, part)
             return None
         assert _desk
         return _desk.answer(task)
