@@ -409,6 +409,11 @@ class Machine(_Checked):
     gpus_per_worker: float = _setting(0.0, MACHINE, "GPUs that a worker on Ray asks for.", least=0, most=MANY)
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether units are measured by workers."""
+        return bool(self.workers or self.ray)
+
+    @property
     def where(self) -> Where:
         """Where units are measured."""
         return Where(self.workers, self.ray or "", self.cpus_per_worker, self.gpus_per_worker)

@@ -29,7 +29,7 @@ from secateur.steps import calibration_of, open_job, select_to
 from secateur.watcher import Progress, Watcher
 from secateur.workers.crew import TRIES, Crew, WorkerLost
 from secateur.workers.pools import Part, Where
-from worlds import SMALL, World, one_sentence
+from worlds import SMALL, Listener, World, one_sentence
 
 
 class Desks:
@@ -201,6 +201,15 @@ def test_more_workers_than_batches_share_the_runs_of_a_batch(world: World, hall:
         list(meter.measure([(unit, (0,)) for unit in units]))
     (pool,) = hall.pools
     assert {worker for worker, _ in pool.asks} == {1, 2, 3, 4}
+
+
+def test_a_method_that_measures_nothing_starts_no_workers_and_says_so(world: World, hall: Hall) -> None:
+    listener = Listener()
+    opened, batches, settings = opened_and_read(world, method="magnitude")
+    units = sc.candidate_units(opened.model, "head")
+    choose_units(opened, batches, settings, units=units, machine=Machine(workers=2), watcher=listener)
+    assert not hall.pools
+    assert [sentence for sentence in listener.said if "magnitude" in sentence and "workers" in sentence]
 
 
 # What a worker is told

@@ -27,7 +27,7 @@ def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Prov
 
 def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: Machine) -> DamageMeter:
     """The meter that measures candidates as the settings say; its workers, if there are any, live until it is closed."""
-    runner = Spread(opened, calibration, settings, machine) if machine.workers or machine.ray else None
+    runner = Spread(opened, calibration, settings, machine) if machine.elsewhere else None
     return DamageMeter(
         opened.model,
         calibration,
@@ -57,6 +57,8 @@ def choose_units(
     watcher, machine = watcher or Watcher(), machine or Machine()
     watcher.stage("choosing units")
     batches = calibration[: settings.score_batches]
+    if machine.elsewhere and not settings.row.policy:
+        watcher.say(f"The method {settings.method} makes no measurements that workers could share: it runs in this process.")
     if settings.row.search:
         k = _count(settings, units, goal)
         chosen = unit_set(settings.method, opened.model, units, k=k, batches=batches, loss=opened.loss, seed=settings.seed)

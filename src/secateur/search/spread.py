@@ -24,10 +24,11 @@ from secateur.model.losses import Batch, device_of, own_loss
 from secateur.search.damage import Here, Losses, Made, Run, default_lanes, free_memory
 from secateur.settings import Machine, Settings
 from secateur.units import Unit
-from secateur.workers.crew import Crew, WorkerLost, in_order
+from secateur.workers.crew import Crew, Pick, WorkerLost, in_order
 from secateur.workers.pools import Part, crew_at
 
 WORK = "secateur.search.spread"  # the module that each worker imports
+PARTS = 16  # tasks that a worker gets of a large request: few enough to hand out quickly, enough to end together
 WORTHWHILE = 3  # runs of another worker from which on one takes over its batch: the base run costs as much as two of them
 
 
@@ -88,8 +89,8 @@ class Spread:
         self.cached_bytes = 0  # in this process
 
     def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, Losses]) -> Iterator[Made]:
-        wanted = list(rounds)
-        asks = [self._ask({i for run in runs for _, i in run}, runs=tuple(runs)) for runs in self._together(wanted)]
+        wanted, crew = list(rounds), self._started()
+        asks = [self._ask({i for run in runs for _, i in run}, runs=tuple(runs)) for runs in self._together(wanted, crew.room)]
         answers = self._answers(asks, self._pick)
         arrived: set[tuple[Unit, int]] = set()
         for runs in wanted:
@@ -116,25 +117,30 @@ class Spread:
         self._stack.close()
         self._crew = None
 
-    def _together(self, rounds: Iterable[Sequence[Run]]) -> list[list[Run]]:
-        """The runs in order, as many on the same batches together as a worker makes side by side."""
+    def _together(self, rounds: Iterable[Sequence[Run]], workers: int) -> list[list[Run]]:
+        """The runs in order, in tasks on the same batches: as many as go side by side, or more of a large request."""
+        runs = [run for runs in rounds for run in runs]
+        size = self._lanes * max(1, len(runs) // (self._lanes * PARTS * workers))
         tasks: list[list[Run]] = []
-        open_tasks: dict[frozenset[int], list[Run]] = {}
-        for run in (run for runs in rounds for run in runs):
+        unfilled: dict[frozenset[int], list[Run]] = {}
+        for run in runs:
             on = frozenset(i for _, i in run)
-            if on not in open_tasks or len(open_tasks[on]) == self._lanes:
-                open_tasks[on] = []
-                tasks.append(open_tasks[on])
-            open_tasks[on].append(run)
+            if on not in unfilled or len(unfilled[on]) == size:
+                unfilled[on] = []
+                tasks.append(unfilled[on])
+            unfilled[on].append(run)
         return tasks
 
     def _ask(self, batches: Iterable[int], **what: Any) -> Ask:
         return Ask(self._committed, self._wanted, frozenset(batches), **what)
 
-    def _answers(self, asks: Sequence[Ask], pick: Any) -> Iterator[tuple[Ask, Answer]]:
+    def _started(self) -> Crew:
         if self._crew is None:
             self._crew = self._stack.enter_context(crew_at(self._where, WORK, self._opening()))
-        for ask, answer in self._crew.perform(asks, self._with_batches, pick):
+        return self._crew
+
+    def _answers(self, asks: Sequence[Ask], pick: Pick[Ask]) -> Iterator[tuple[Ask, Answer]]:
+        for ask, answer in self._started().perform(asks, self._with_batches, pick):
             if isinstance(answer, WorkerLost):
                 raise SettingError(
                     f"A measurement cannot be made: {answer}. If memory runs out, try fewer workers or less --cache-memory."
@@ -166,7 +172,9 @@ class Spread:
     def _pick(self, worker: Any, waiting: Sequence[Ask]) -> int | None:
         """What a worker does next: runs on batches it keeps, then on batches nobody keeps, then a part of another one's."""
         assert self._crew
-        counts = Counter(ask.batches for ask in waiting)
+        counts = Counter[frozenset[int]]()  # runs that wait
+        for ask in waiting:
+            counts[ask.batches] += len(ask.runs)
         if own := {batches for batches in counts if batches <= self._held[worker]}:
             return next(place for place, ask in enumerate(waiting) if ask.batches in own)
         others = [self._held[other] for other in self._crew.workers if other is not worker]
@@ -177,7 +185,7 @@ class Spread:
         for batches, n in counts.items():
             loads.update(dict.fromkeys(keepers[batches], n))
         busiest, load = loads.most_common(1)[0]
-        if load * self._lanes < WORTHWHILE:
+        if load < WORTHWHILE:
             return None
         return max(place for place, ask in enumerate(waiting) if busiest in keepers[ask.batches])
 

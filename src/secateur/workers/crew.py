@@ -51,6 +51,11 @@ class Crew:
         self._failed_starts = 0  # workers in a row that died before they had started
 
     @property
+    def room(self) -> int:
+        """How many workers there are at most."""
+        return self._pool.room
+
+    @property
     def workers(self) -> list[Any]:
         return [*self._idle, *(worker for worker, _ in self._busy.values())]
 

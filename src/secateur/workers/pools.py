@@ -143,7 +143,7 @@ def _safe_path() -> Iterator[None]:
 def _serve(work: str, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the driver, which stops its workers
     threading.Thread(target=_die_with_the_driver, daemon=True).start()
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):  # the driver has closed its end
         while True:
             connection.send(perform_here(work, *connection.recv()))
 
