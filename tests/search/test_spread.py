@@ -218,7 +218,7 @@ def test_a_method_that_measures_nothing_starts_no_workers_and_says_so(world: Wor
 def test_a_loss_of_the_user_s_own_is_found_by_its_name(world: World, tmp_path: Path, hall: Hall) -> None:
     file = tmp_path / "own.py"
     file.write_text("def loss(model, batch):\n    return model(input_ids=batch['input_ids']).logits.square().mean()\n")
-    settings = {"loss": f"{file}:loss", "method": "greedy"}
+    settings: dict[str, Any] = {"loss": f"{file}:loss", "method": "greedy"}
     assert chosen(world, Machine(workers=2), **settings) == chosen(world, **settings) != chosen(world, method="greedy")
 
 

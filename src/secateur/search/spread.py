@@ -21,8 +21,8 @@ from secateur.errors import ModelError, SecateurError, SettingError
 from secateur.model.families import anatomy
 from secateur.model.loading import Opened, digest, load_model
 from secateur.model.losses import Batch, device_of, own_loss
-from secateur.search.damage import Here, Losses, Made, Run, default_lanes, free_memory
-from secateur.settings import Machine, Settings
+from secateur.search.damage import Here, Losses, Made, Pair, Run, default_lanes, free_memory
+from secateur.settings import BOTH, DISTANCE, LABELS, Machine, Settings
 from secateur.units import Unit
 from secateur.workers.crew import Crew, Pick, WorkerLost, in_order
 from secateur.workers.pools import Part, crew_at
@@ -60,8 +60,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
+    """What was asked: the losses of the runs, or the gradients of the batch."""
+
     base: dict[int, Losses]
-    masked: dict[tuple[Unit, int], Losses]
+    masked: dict[Pair, Losses]
     gradients: Any = None  # as a numpy array
     cache_was_full: bool = False
 
@@ -70,15 +72,24 @@ class Spread:
     """A runner on many workers; they are started with the first runs."""
 
     def __init__(self, opened: Opened, batches: Sequence[Batch], settings: Settings, machine: Machine) -> None:
-        if opened.loss and not settings.loss:
+        if opened.loss and settings.loss in (None, LABELS, DISTANCE, BOTH):
             raise SettingError("A loss that is a function cannot be sent to workers: name it, as module:function.")
         share = int(machine.cpus_per_worker) if machine.ray else torch.get_num_threads() // machine.workers
         experts = any(layer.experts for layer in anatomy(opened.model))  # with them, bits depend on threads (default_lanes)
         threads = torch.get_num_threads() if experts else max(1, share)
         self._where = replace(machine.where, threads=threads)
         lanes = machine.lanes or (default_lanes(opened.model) if threads > 1 else 1)
-        self._opened, self._settings, self._machine, self._lanes = opened, settings, machine, lanes
-        self._batches = batches
+        self._batches, self._lanes = batches, lanes
+        self._opening = Opening(
+            model=opened.name,
+            digest=opened.digest,
+            device=device_of(opened.model).type,
+            dtype=opened.dtype,
+            trust_remote_code=opened.trust_remote_code,
+            loss=settings.loss,
+            lanes=lanes,
+            cache_memory=machine.cache_memory,
+        )
         self._stack = ExitStack()
         self._crew: Crew | None = None
         self._committed: tuple[Unit, ...] = ()
@@ -92,7 +103,7 @@ class Spread:
         wanted, crew = list(rounds), self._started()
         asks = [self._ask({i for run in runs for _, i in run}, runs=tuple(runs)) for runs in self._together(wanted, crew.room)]
         answers = self._answers(asks, self._pick)
-        arrived: set[tuple[Unit, int]] = set()
+        arrived: set[Pair] = set()
         for runs in wanted:
             new = Made({}, {})
             while not arrived.issuperset(pair for run in runs for pair in run):
@@ -136,7 +147,7 @@ class Spread:
 
     def _started(self) -> Crew:
         if self._crew is None:
-            self._crew = self._stack.enter_context(crew_at(self._where, WORK, self._opening()))
+            self._crew = self._stack.enter_context(crew_at(self._where, WORK, self._opening))
         return self._crew
 
     def _answers(self, asks: Sequence[Ask], pick: Pick[Ask]) -> Iterator[tuple[Ask, Answer]]:
@@ -147,19 +158,6 @@ class Spread:
                 )
             self.cache_was_full |= answer.cache_was_full
             yield ask, answer
-
-    def _opening(self) -> Opening:
-        opened, machine = self._opened, self._machine
-        return Opening(
-            model=opened.name,
-            digest=opened.digest,
-            device=device_of(opened.model).type,
-            dtype=opened.dtype,
-            trust_remote_code=opened.trust_remote_code,
-            loss=self._settings.loss,
-            lanes=self._lanes,
-            cache_memory=machine.cache_memory,
-        )
 
     def _with_batches(self, ask: Ask, worker: Any) -> Ask:
         """The same with the batches that the worker does not have."""
@@ -172,17 +170,19 @@ class Spread:
     def _pick(self, worker: Any, waiting: Sequence[Ask]) -> int | None:
         """What a worker does next: runs on batches it keeps, then on batches nobody keeps, then a part of another one's."""
         assert self._crew
-        counts = Counter[frozenset[int]]()  # runs that wait
-        for ask in waiting:
-            counts[ask.batches] += len(ask.runs)
-        if own := {batches for batches in counts if batches <= self._held[worker]}:
-            return next(place for place, ask in enumerate(waiting) if ask.batches in own)
+        own = self._held[worker]
+        for place, ask in enumerate(waiting):
+            if ask.batches <= own:
+                return place
         others = [self._held[other] for other in self._crew.workers if other is not worker]
-        keepers = {batches: [i for i, held in enumerate(others) if batches <= held] for batches in counts}
+        runs = Counter[frozenset[int]]()  # that wait, by their batches
+        for ask in waiting:
+            runs[ask.batches] += len(ask.runs)
+        keepers = {batches: {i for i, held in enumerate(others) if batches <= held} for batches in runs}
         if not all(keepers.values()):
             return next(place for place, ask in enumerate(waiting) if not keepers[ask.batches])
         loads = Counter[int]()
-        for batches, n in counts.items():
+        for batches, n in runs.items():
             loads.update(dict.fromkeys(keepers[batches], n))
         busiest, load = loads.most_common(1)[0]
         if load < WORTHWHILE:
@@ -192,9 +192,8 @@ class Spread:
 
 def _packed(batch: Batch) -> bytes:
     file = io.BytesIO()
-    torch.save(
-        {name: tensor.detach().clone() for name, tensor in batch.items()}, file
-    )  # cloned: a view would bring all behind it
+    own = {name: tensor.detach().cpu().clone() for name, tensor in batch.items()}  # a view would bring all that is behind it
+    torch.save(own, file)
     return file.getvalue()
 
 
