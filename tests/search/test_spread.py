@@ -38,6 +38,7 @@ class Desks:
     def __init__(self, room: int, opening: Opening, deaths: int, after: int = 5) -> None:
         self.room = room
         self.started = 0
+        self.closed = False
         self.asks: list[tuple[int, Ask]] = []  # a worker, and what it was asked
         self.opening, self._deaths, self._after = opening, deaths, after
         self._tasks: dict[int, Any] = {}
@@ -71,7 +72,7 @@ class Desks:
         return pickle.loads(pickle.dumps(answer))
 
     def close(self) -> None:
-        self._desks = {}
+        self.closed = True
 
 
 @dataclass
@@ -210,6 +211,14 @@ def test_a_method_that_measures_nothing_starts_no_workers_and_says_so(world: Wor
     choose_units(opened, batches, settings, units=units, machine=Machine(workers=2), watcher=listener)
     assert not hall.pools
     assert [sentence for sentence in listener.said if "magnitude" in sentence and "workers" in sentence]
+
+
+def test_a_dry_run_measures_with_the_workers_and_says_how_many(world: World, hall: Hall) -> None:
+    given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "auto"}
+    forecast = sc.forecast_of(str(world.text_model), workers=2, **given)
+    assert forecast.settings["workers"] == 2 and "ray" not in forecast.settings
+    (pool,) = hall.pools
+    assert pool.started == 2 and pool.closed
 
 
 # What a worker is told
