@@ -3,7 +3,8 @@
 import os
 from typing import NoReturn
 
-from secateur.experiment.workers import Part, Task
+from secateur.experiment.workers import Task
+from secateur.workers.pools import Part
 
 
 def perform(task: Task, part: Part) -> NoReturn:

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 from secateur.experiment import work
-from secateur.experiment.workers import Outcome, Part, Task
+from secateur.experiment.workers import Outcome, Task
+from secateur.workers.pools import Part
 
 DEATH = "SECATEUR_TEST_DEATH"  # the environment variable with the path of the file that says that a worker has died
 

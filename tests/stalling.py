@@ -4,7 +4,8 @@ import itertools
 import time
 
 from secateur.experiment import work
-from secateur.experiment.workers import Outcome, Part, Task
+from secateur.experiment.workers import Outcome, Task
+from secateur.workers.pools import Part
 
 TASKS = 2
 

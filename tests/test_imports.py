@@ -26,22 +26,24 @@ PLAIN = {
     "checks",
 }  # data and words
 EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of them, and no other
-    "plain": {"files", "search"},  # of search only the policies, which methods.py lists
+    "plain": {"files", "search", "workers"},  # of search only the policies, which methods.py lists
     "files": {"plain"},
     "model": {"plain", "files"},
     "data": {"plain", "model"},
-    "search": {"plain", "files", "model", "data"},
+    "workers": {"plain", "model"},  # of the model only what lanes copy: processes and clusters know none
+    "search": {"plain", "files", "model", "data", "workers"},
     "rivals": {"plain", "model", "search"},  # methods.py names its functions, so that no room imports from it
     "measure": {"plain", "files", "model", "data", "search"},
     "cut": {"plain", "files", "model", "search", "measure"},
     "job": {"plain", "files", "model", "data", "search", "measure", "cut"},
-    "experiment": {"plain", "files", "model", "data", "search", "measure", "job"},
-    "cli": {"plain", "files", "model", "measure", "cut", "job", "experiment"},
+    "experiment": {"plain", "files", "model", "data", "search", "measure", "job", "workers"},
+    "cli": {"plain", "files", "model", "measure", "cut", "job", "experiment", "workers"},
     "secateur": {"plain", "files", "model", "data", "search", "measure", "cut", "job"},
 }
 WITHOUT_TENSORS = {
     *PLAIN,
     *(module for module in MODULES if module.startswith("files.")),
+    *(f"workers.{name}" for name in ("crew", "pools")),
     *(f"search.{name}" for name in ("policies", "goals", "select")),
     *(f"experiment.{name}" for name in ("store", "compare", "tables", "figures", "paper", "workers")),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,10 +211,10 @@ def _rehearsed(
         seed=settings.seed,
         screen=screen,
     )
-    pulls, first, again, together, alone, gradients = meter.runs
+    pulls, first, again, together, alone, looked = meter.runs
     scale = removed / steps
     later = round((first + again) * scale) - first  # after some steps hardly a batch is new
-    return _Runs(round(pulls * scale), first, later, round(together * scale), round(alone * scale), round(gradients * scale))
+    return _Runs(round(pulls * scale), first, later, round(together * scale), round(alone * scale), round(looked * scale))
 
 
 # Time
@@ -234,7 +235,8 @@ def _choosing(
         n_batches = min(settings.score_batches, len(calibration)) if METHODS[score].needs_batches else 1
         scoring = (time.perf_counter() - started) * n_batches
         screen = Screen(scores, settings.screen or len(units))
-    if settings.row.policy is None:
+    policy_of = settings.row.policy
+    if policy_of is None:
         return scoring, _Runs(), None
     meter = meter_of(opened, calibration, settings, job.machine)  # refuses budgets that these batches do not allow
     settings = in_forwards(settings, meter)
@@ -242,8 +244,9 @@ def _choosing(
         settings, len(calibration), units, removed, screen, gradients=settings.planned and meter.has_gradients(units)
     )
     kept = screen.kept(units) if screen else units
-    costs = _run_seconds(meter, kept, gradients=runs.gradients > 0)
-    pool = min(len(kept), settings.row.policy(settings).pool_size(len(kept), settings.pulls_per_step))
+    with closing(meter):
+        costs = _run_seconds(meter, kept, gradients=runs.gradients > 0)
+    pool = min(len(kept), policy_of(settings).pool_size(len(kept), settings.pulls_per_step))
     return scoring + sum(n * cost for n, cost in zip(runs, costs, strict=True)), runs, pool
 
 
@@ -304,7 +307,9 @@ def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, jud
     parts = dict(zip((Settings, Judging, Cutting, Machine), job, strict=True))
     left_out = job.settings.unused() | ({"ratio"} if job.settings.keep else set())
     if not job.settings.row.policy:
-        left_out |= {"screen", "lanes", "cache_memory"}
+        left_out |= {"screen", "lanes", "cache_memory", "workers", "ray"}
+    if not job.machine.ray:
+        left_out |= {"ray", "cpus_per_worker", "gpus_per_worker"}
     if MLP not in TARGETS[job.settings.target]:
         left_out |= {"group_width"}
     if TASKS[task_of(opened.model)].inputs != TEXT:

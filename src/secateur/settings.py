@@ -25,6 +25,7 @@ from secateur.search.policies import FORWARDS, GRADIENT_PASSES, PULLS, UCB, chec
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
+from secateur.workers.pools import MOST as MANY, Where
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
 SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, MACHINE)
@@ -430,6 +431,32 @@ class Machine(_Checked):
         most=256,
     )
     trust_remote_code: bool = _setting(False, MACHINE, "Run code that the checkpoint brings along.")
+    workers: int = _setting(
+        0,
+        MACHINE,
+        "Local processes that measure, each with a copy of the model; 0 measures in this one.",
+        least=0,
+        most=MANY,
+    )
+    ray: str | None = _setting(
+        None, MACHINE, "A Ray cluster's address, or local: measure on its workers. [default: none]", unset=""
+    )
+    cpus_per_worker: float = _setting(1.0, MACHINE, "CPUs that a worker on Ray asks for.", least=0, most=MANY)
+    gpus_per_worker: float = _setting(0.0, MACHINE, "GPUs that a worker on Ray asks for.", least=0, most=MANY)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether units are measured by workers."""
+        return bool(self.workers or self.ray)
+
+    @property
+    def where(self) -> Where:
+        """Where units are measured."""
+        return Where(self.workers, self.ray or "", self.cpus_per_worker, self.gpus_per_worker)
+
+    def check(self) -> None:
+        super().check()
+        _ = self.where  # refuses what cannot be
 
 
 class Job(NamedTuple):

@@ -3,81 +3,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dying_once import DEATH
 from grids import grid_command, lasting, n_lines, records_of, write_grid
-from secateur.errors import SettingError
 from secateur.experiment import workers
 from secateur.experiment.grid import GridResult, read_grid, run_grid
-from secateur.experiment.workers import Outcome, Part, Task, Where, WorkerLost, perform_in_pool
-from secateur.settings import Settings
 from secateur.watcher import GridProgress
+from secateur.workers.crew import TRIES
+from secateur.workers.pools import Where
 from worlds import World
 
 pytestmark = pytest.mark.usefixtures("fresh_workplace")
-
-
-class FakePool:
-    """Workers that die as they start, or never come, or answer at once."""
-
-    part = Part()
-
-    def __init__(self, *fates: str) -> None:
-        self.room = len(fates)
-        self.closed = False
-        self._fates = iter(fates)
-        self._n_answers = 0
-
-    def start(self) -> tuple[str, str]:
-        fate = next(self._fates, "dies")
-        return fate, self._answer_of(fate)
-
-    def give(self, worker: str, task: Task) -> str:
-        return self._answer_of(worker)
-
-    def first(self, awaited: Iterable[str]) -> str:
-        return next(answer for answer in awaited if not answer.startswith("never"))
-
-    def answer(self, worker: str, awaited: str) -> Outcome:
-        if worker == "dies":
-            raise WorkerLost("exit code 1")
-        return Outcome()
-
-    def close(self) -> None:
-        self.closed = True
-
-    def _answer_of(self, worker: str) -> str:
-        self._n_answers += 1
-        return f"{worker} {self._n_answers}"
-
-
-def small_task(name: str) -> Task:
-    return Task(grid="", task="text", settings=Settings(name), choice_key=name, runs=())
-
-
-def test_no_task_waits_for_a_worker_that_does_not_come() -> None:
-    pool = FakePool("never", "works")
-    done = [item for item, _ in perform_in_pool(["a", "b", "c"], small_task, pool)]
-    assert done == ["a", "b", "c"] and pool.closed
-
-
-def test_a_task_that_need_not_be_done_when_its_turn_comes_is_left_out() -> None:
-    pool = FakePool("works")
-    done = [item for item, _ in perform_in_pool(["a", "b", "c"], lambda n: None if n == "b" else small_task(n), pool)]
-    assert done == ["a", "c"] and pool.closed
-
-
-def test_workers_that_all_die_as_they_start_end_the_grid() -> None:
-    pool = FakePool("dies", "dies")
-    with pytest.raises(SettingError, match=r"start.*exit code 1"):
-        list(perform_in_pool(["a", "b", "c"], small_task, pool))
-    assert pool.closed
 
 
 @pytest.mark.slow
@@ -127,7 +67,7 @@ def test_a_task_that_kills_every_worker_becomes_a_failed_record(
     (tmp_path / "one.toml").write_text(text)
     assert run_grid(read_grid(tmp_path / "one.toml"), tmp_path / "store", where=Where(workers=2)) == GridResult(0, 1, 0)
     (record,) = records_of(tmp_path / "store")
-    assert f"{workers.TRIES} times" in record.reason and "exit code 7" in record.reason
+    assert f"{TRIES} times" in record.reason and "exit code 7" in record.reason
 
 
 @pytest.mark.slow
@@ -179,12 +119,3 @@ def test_no_worker_runs_code_from_the_folder_in_which_the_command_is_started(
     assert [path.name for path in folder.glob("*.ran")] == []
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == {"done": 1, "failed": 0, "left": 0, "problems": []}
-
-
-@pytest.mark.parametrize(
-    ("where", "complaint"),
-    [({"workers": -1}, "workers.*-1"), ({"threads": -1}, "threads.*-1"), ({"workers": 2, "ray": "local"}, "--workers.*--ray")],
-)
-def test_places_that_cannot_be_are_refused(where: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(SettingError, match=complaint):
-        Where(**where)

@@ -34,13 +34,14 @@ from secateur.cli.options import (
     OutFolder,
     Repair,
     RepairForm,
+    names_of,
     repair_of,
     takes,
 )
 from secateur.files import jsonio
 from secateur.files.places import check_file
 from secateur.selection import Selection
-from secateur.settings import CUTTING, DATA, MACHINE, SEARCH, make_job
+from secateur.settings import CUTTING, DATA, MACHINE, SEARCH, Machine, make_job
 
 FILES = ("selection.json", "evaluation.json", "journal.jsonl", "secateur.json", "README.md")
 SHOWN = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "goal", "units", "steps")  # of a selection
@@ -93,7 +94,7 @@ def _forecast(model: str, out: Path, settings: dict[str, Any], *, as_json: bool,
         show_forecast(forecast)
 
 
-@takes(*CHOICE, "cache_memory", "lanes", "trust_remote_code", config=True)
+@takes(*CHOICE, *names_of(Machine), config=True)
 def select(model: Model, out: OutFile, dry_run: DryRun = False, as_json: AsJson = False, **settings: Any) -> None:
     """Choose units and write them to a file; `evaluate` judges them."""
     check_select(make_job(model, **settings), out)

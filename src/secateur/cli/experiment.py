@@ -58,7 +58,7 @@ def grid(
     record, and the grid goes on. Runs whose model or data cannot be loaded are left for another time.
     """
     from secateur.experiment.grid import read_grid, run_grid
-    from secateur.experiment.workers import Where
+    from secateur.workers.pools import Where
 
     where = Where(workers, ray, cpus_per_run, gpus_per_run, threads)
     wanted = read_grid(file)

@@ -18,7 +18,7 @@ from typing import Any
 from secateur.errors import SettingError, first_line, not_one_of
 from secateur.experiment.store import EVERY, FAILED, Plan, PlannedCell, PlannedTable, Record, Store
 from secateur.experiment.work import failed_record
-from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, Where, perform_all
+from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, perform_all
 from secateur.files import jsonio
 from secateur.methods import METHODS, method as method_row
 from secateur.settings import (
@@ -33,6 +33,7 @@ from secateur.settings import (
     ratio_and_goal,
 )
 from secateur.watcher import GridProgress
+from secateur.workers.pools import Where
 
 # The tables that a grid can make, by task: the paper's by number, and our ablations.
 TABLES = {"text": ("4", "6", "7", "10", "ablation", "search"), "image": ("8", "9", "ablation", "search")}

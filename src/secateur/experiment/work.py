@@ -24,7 +24,7 @@ from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import SecateurError, SettingError, first_line
 from secateur.experiment.store import DONE, FAILED, Record
-from secateur.experiment.workers import KnownChoice, Outcome, Part, Task, TaskRun
+from secateur.experiment.workers import KnownChoice, Outcome, Task, TaskRun
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
@@ -36,6 +36,7 @@ from secateur.search.damage import free_memory
 from secateur.selection import Selection, Source
 from secateur.settings import Machine, Provenance, Settings
 from secateur.steps import choose
+from secateur.workers.pools import Part
 
 IMAGE_BYTES = 3 * 224 * 224 * 4
 CHANGES = ("delta_loss", "ppl_change_percent", "delta_top1")  # the changes that tables average

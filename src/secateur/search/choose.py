@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from secateur.data.batches import Batches
@@ -12,6 +13,7 @@ from secateur.search.damage import DamageMeter
 from secateur.search.goals import Count, Goal
 from secateur.search.scores import unit_scores, unit_set
 from secateur.search.select import Screen, select, select_by_score
+from secateur.search.spread import Spread
 from secateur.selection import Selection
 from secateur.settings import OF_A_STEP, SECONDS, Machine, Provenance, Settings, needs_ratio
 from secateur.units import Unit, n_selected
@@ -24,7 +26,8 @@ def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Prov
 
 
 def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: Machine) -> DamageMeter:
-    """The meter that measures candidates as the settings say."""
+    """The meter that measures candidates as the settings say; its workers, if there are any, live until it is closed."""
+    runner = Spread(opened, calibration, settings, machine) if machine.elsewhere else None
     return DamageMeter(
         opened.model,
         calibration,
@@ -35,6 +38,7 @@ def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: 
         stack=settings.stack,
         lanes=machine.lanes,
         seed=settings.seed,
+        runner=runner,
     )
 
 
@@ -53,6 +57,8 @@ def choose_units(
     watcher, machine = watcher or Watcher(), machine or Machine()
     watcher.stage("choosing units")
     batches = calibration[: settings.score_batches]
+    if machine.elsewhere and not settings.row.policy:
+        watcher.say(f"The method {settings.method} makes no measurements that workers could share: it runs in this process.")
     if settings.row.search:
         k = _count(settings, units, goal)
         chosen = unit_set(settings.method, opened.model, units, k=k, batches=batches, loss=opened.loss, seed=settings.seed)
@@ -65,19 +71,20 @@ def choose_units(
         if settings.screening:
             scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
             screen = Screen(scores, settings.screen or len(units))
-        chosen = select(
-            meter,
-            units,
-            policy=settings.row.policy(settings_here),
-            ratio=settings.ratio,
-            goal=goal,
-            pulls_per_step=settings.pulls_per_step,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            screen=screen,
-            journal=journal,
-            watcher=watcher,
-        )
+        with closing(meter):
+            chosen = select(
+                meter,
+                units,
+                policy=settings.row.policy(settings_here),
+                ratio=settings.ratio,
+                goal=goal,
+                pulls_per_step=settings.pulls_per_step,
+                temperature=settings.temperature,
+                seed=settings.seed,
+                screen=screen,
+                journal=journal,
+                watcher=watcher,
+            )
         if meter.cache_was_full:
             watcher.say("The cache memory did not hold the block outputs of all batches: a larger --cache-memory is faster.")
     return replace(

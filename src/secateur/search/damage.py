@@ -1,8 +1,8 @@
 """DamageMeter: what a unit's removal costs, measured on the same batches with and without it (Eq. 16-18).
 
 Nothing is computed twice. Zeroing or committing a unit in block l changes nothing before the projection that it enters. The
-meter keeps the losses and the block outputs of each batch under the committed units, and a run starts at the first value that
-is new (prefixes.py). Losses are the same to the bit as those of full runs.
+meter keeps the losses of each batch under the committed units, and its runner the block outputs; a run starts at the first
+value that is new (prefixes.py). Losses are the same to the bit as those of full runs.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateur.errors import ModelError, SettingError
 from secateur.model.families import anatomy
 from secateur.model.losses import IGNORED, REFERENCE, Batch, Loss, device_of, evaluating, part_losses
 from secateur.model.zeroing import zeroed, zeroed_in_parts
-from secateur.search.lanes import Lane, Lanes
 from secateur.search.policies import Moment, Slope
 from secateur.search.prefixes import Prefixes
 from secateur.search.scores import differentiable, mask_gradients
@@ -29,6 +29,105 @@ from secateur.search.select import Asked, Measured
 from secateur.selection import Pull, paired_damages
 from secateur.streams import BATCHES, GRADIENTS, stream
 from secateur.units import HEAD, MLP, Unit
+from secateur.workers.lanes import Lane, Lanes
+
+Pair = tuple[Unit, int]  # a unit that is zeroed, and a batch
+Run = Sequence[Pair]  # made in one forward pass: a single pair, or as many as are stacked
+
+
+class Made(NamedTuple):
+    """The losses of some runs: without their units by batch, and with them by pair."""
+
+    base: dict[int, float]
+    masked: dict[Pair, float]
+
+
+class Runner(Protocol):
+    """Makes runs of a model under the committed units: `Here` in this process, or others elsewhere."""
+
+    cache_was_full: bool  # whether the memory was too small for all block outputs
+    cached_bytes: int
+
+    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float]) -> Iterator[Made]:
+        """For each round at least its own losses, but for base losses that are known by then."""
+        ...
+
+    def gradients(self, units: Sequence[Unit], batches: Sequence[int]) -> Tensor:
+        """The mask gradients (scores.py) of the examples of these batches."""
+        ...
+
+    def want(self, batches: frozenset[int]) -> None:
+        """Prefer to keep the block outputs of these batches."""
+        ...
+
+    def commit(self, unit: Unit) -> None: ...
+    def close(self) -> None: ...
+
+
+class Here:
+    """A runner in this process: side by side in lanes, each run from the first value that is new."""
+
+    def __init__(
+        self, model: nn.Module, batches: Mapping[int, Batch] | Sequence[Batch], loss: Loss | None, lanes: int, cache_memory: int
+    ) -> None:
+        self._model, self._batches, self._loss = model, batches, loss
+        self._lanes = Lanes(model, lanes)
+        self._prefixes = Prefixes(len(anatomy(model)), cache_memory)
+        self._kinds: set[str] = set()  # sides of the units so far
+        self.committed: list[Unit] = []
+
+    @property
+    def cache_was_full(self) -> bool:
+        return self._prefixes.was_full
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._prefixes.bytes
+
+    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float]) -> Iterator[Made]:
+        for runs in rounds:
+            pairs = [pair for run in runs for pair in run]
+            self._kinds |= {unit.side for unit, _ in pairs}
+            missing = [i for i in dict.fromkeys(i for _, i in pairs) if i not in known]
+            base = self._lanes.map(self._base_loss, missing, self.committed)
+            masked = self._lanes.map(self._run_losses, runs, self.committed)
+            yield Made(dict(zip(missing, base, strict=True)), dict(zip(pairs, chain.from_iterable(masked), strict=True)))
+
+    def gradients(self, units: Sequence[Unit], batches: Sequence[int]) -> Tensor:
+        with zeroed(self._model, self.committed):
+            return mask_gradients(self._model, units, [self._batches[i] for i in batches], self._loss)
+
+    def commit(self, unit: Unit) -> None:
+        self.committed.append(unit)
+        self._prefixes.cut(unit.layer)
+
+    def want(self, batches: frozenset[int]) -> None:
+        self._prefixes.want(batches)
+
+    def close(self) -> None: ...
+
+    def _base_loss(self, lane: Lane, i: int) -> float:
+        with self._prefixes.recorded(lane.layers, i, self._kinds):
+            loss = self._losses(lane.model, self._batches[i], 1)[0]
+        if not self.committed and not math.isfinite(loss):
+            raise ModelError(
+                f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
+                "Try --dtype float32, or look at the data."
+            )
+        return loss
+
+    def _run_losses(self, lane: Lane, run: Run) -> list[float]:
+        """The masked losses of each pair of one run."""
+        first = run[0][0].layer
+        kind = HEAD if any(unit.side == HEAD for unit, _ in run if unit.layer == first) else MLP
+        batches = [self._batches[i] for _, i in run]
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
+        masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])
+        with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
+            return self._losses(lane.model, joined, len(run))
+
+    def _losses(self, model: nn.Module, batch: Batch, parts: int) -> list[float]:
+        return [float(loss) for loss in part_losses(model, batch, parts, self._loss).tolist()]
 
 
 class DamageMeter:
@@ -57,6 +156,7 @@ class DamageMeter:
         stack: int = 1,
         lanes: int | None = None,
         seed: int = 42,
+        runner: Runner | None = None,
     ) -> None:
         batches = batches if isinstance(batches, Sequence) else list(batches)
         self.batches_per_step = batches_per_step or len(batches)
@@ -76,7 +176,7 @@ class DamageMeter:
         self.loss = loss
         self.batches_per_pull = batches_per_pull
         self.stack = stack
-        self._lanes = Lanes(model, default_lanes(model) if lanes is None else lanes)
+        self._lanes = default_lanes(model) if lanes is None else lanes
         self.committed: list[Unit] = []
         self.pulls = 0
         self.forwards = 0  # a stacked forward pass counts once for each run in it
@@ -84,25 +184,23 @@ class DamageMeter:
         self.gradient_batches = 0  # batches whose gradients were taken: each costs three forward passes
         self._rng = stream(seed, BATCHES)
         self._gradient_rng, self._gradient_order = stream(seed, GRADIENTS), list[int]()
-        self._prefixes = Prefixes(len(anatomy(model)), self.cache_memory)
-        self._kinds: set[str] = set()  # sides of the units measured so far
+        self._runner = runner or Here(model, batches, loss, self._lanes, self.cache_memory)
         self._base_losses: dict[int, float] = {}  # this and the next two hold for the present step
-        self._masked_losses: dict[tuple[Unit, int], float] = {}
+        self._masked_losses: dict[Pair, float] = {}
         self._counted: set[Any] = set()  # the losses that a pull has asked for: some are measured before that
-        self._expected: list[tuple[Unit, int]] = []
-        self._firsts: dict[tuple[Unit, int], float] = {}  # by unit and batch: the first-order term under the committed units
+        self._firsts: dict[Pair, float] = {}  # the first-order terms under the committed units
         self._drawn_from: list[int] = []  # the batches of these, in turn
         self._draw_step()
 
     @property
     def cache_was_full(self) -> bool:
         """Whether the memory was too small for all block outputs."""
-        return self._prefixes.was_full
+        return self._runner.cache_was_full
 
     @property
     def cached_bytes(self) -> int:
         """The size of the kept block outputs."""
-        return self._prefixes.bytes
+        return self._runner.cached_bytes
 
     def draw(self) -> tuple[int, ...]:
         """Draw the batches of one pull, all different; after a look at gradients their batches in turn."""
@@ -117,9 +215,11 @@ class DamageMeter:
 
         Runs of later pulls may be made beside or stacked with those of earlier ones, since the whole request is known.
         """
-        self._expected = [(unit, i) for unit, batches in pulls for i in batches]
-        for unit, batches in pulls:
-            yield self._measure_pull(unit, batches)
+        made = self._runner.make(self._rounds(pulls), self._base_losses)
+        for (unit, batches), (base, masked) in zip(pulls, made, strict=True):
+            self._base_losses.update((i, base[i]) for i in base.keys() - self._base_losses.keys())  # recalled ones stay
+            self._masked_losses.update((pair, masked[pair]) for pair in masked.keys() - self._masked_losses.keys())
+            yield self._measured(unit, batches)
 
     def damage(self, unit: Unit) -> float:
         """The paired damage of a unit on freshly drawn batches (Eq. 18)."""
@@ -142,8 +242,7 @@ class DamageMeter:
         """
         wanted = [self._next_gradient_batch() for _ in range(min(n_batches, len(self.batches)))]
         batches = [self.batches[i] for i in wanted]
-        with zeroed(self.model, self.committed):
-            gradients = mask_gradients(self.model, units, batches, self.loss).double()
+        gradients = self._runner.gradients(units, wanted).double()
         self.gradient_batches += len(wanted)
         self._drawn_from, self._firsts = wanted, {}
         squares = gradients.square().mean(0)
@@ -165,9 +264,9 @@ class DamageMeter:
     def pass_seconds(self) -> float:
         """The time of a forward pass of one batch; counts nothing."""
         with torch.inference_mode(), evaluating(self.model):
-            self._losses(self.model, self.batches[0], 1)  # warms up
+            part_losses(self.model, self.batches[0], 1, self.loss)  # warms up
             started = time.perf_counter()
-            self._losses(self.model, self.batches[0], 1)
+            part_losses(self.model, self.batches[0], 1, self.loss)
             return time.perf_counter() - started
 
     def _next_gradient_batch(self) -> int:
@@ -186,19 +285,20 @@ class DamageMeter:
     def commit(self, unit: Unit) -> None:
         """Zero the unit from now on. This alone invalidates the cache."""
         self.committed.append(unit)
-        self._expected = []
         self._base_losses, self._masked_losses = {}, {}
         self._counted, self._firsts, self._drawn_from = set(), {}, []
-        self._prefixes.cut(unit.layer)
+        self._runner.commit(unit)
         self._draw_step()
 
-    def _measure_pull(self, unit: Unit, batches: Sequence[int]) -> Measured:
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        self._runner.close()
+
+    def _measured(self, unit: Unit, batches: Sequence[int]) -> Measured:
         pairs = [(unit, i) for i in batches]
         before = self.forwards
         self.pulls += 1
         self._count([*batches, *pairs])
-        self._kinds.add(unit.side)
-        self._measure_with_companions([pair for pair in dict.fromkeys(pairs) if pair not in self._masked_losses], batches)
         base, masked = (self._base_losses[i] for i in batches), (self._masked_losses[pair] for pair in pairs)
         return Measured(tuple(base), tuple(masked), self.forwards - before)
 
@@ -212,50 +312,31 @@ class DamageMeter:
         self._step_batches: Any = len(self.batches)
         if self.batches_per_step < len(self.batches):
             self._step_batches = self._rng.choice(len(self.batches), size=self.batches_per_step, replace=False)
-            self._prefixes.want(frozenset(self._step_batches.tolist()))
+            self._runner.want(frozenset(self._step_batches.tolist()))
 
-    def _measure_with_companions(self, pairs: Sequence[tuple[Unit, int]], batches: Iterable[int]) -> None:
-        """Measure these pairs, and with free lanes or stack places also pairs of later pulls in nearby blocks."""
-        ahead = [pair for pair in self._expected if pair not in pairs and pair not in self._masked_losses] if pairs else []
-        nearest = sorted(dict.fromkeys(ahead), key=lambda pair: abs(pair[0].layer - pairs[0][0].layer))
-        wanted = [*pairs, *nearest[: -len(pairs) % (self.stack * self._lanes.count)]]
-        missing = [i for i in dict.fromkeys([*batches, *(i for _, i in wanted)]) if i not in self._base_losses]
-        self._base_losses.update(zip(missing, self._lanes.map(self._base_loss, missing, self.committed), strict=True))
-        runs = list(self._runs(wanted))
-        for run, losses in zip(runs, self._lanes.map(self._run_losses, runs, self.committed), strict=True):
-            self._masked_losses.update(zip(run, losses, strict=True))
+    def _rounds(self, pulls: Sequence[Asked]) -> Iterator[list[Run]]:
+        """The runs to be made for each pull; with free lanes or stack places also those of later pulls in nearby blocks."""
+        left = dict.fromkeys((unit, i) for unit, batches in pulls for i in batches)
+        for unit, batches in pulls:
+            wanted = [pair for pair in dict.fromkeys((unit, i) for i in batches) if pair in left and self._is_new(pair)]
+            if free := -len(wanted) % (self.stack * self._lanes):
+                ahead = [pair for pair in left if pair not in wanted and self._is_new(pair)]
+                wanted += sorted(ahead, key=_distance_from(unit))[:free]
+            for pair in wanted:
+                del left[pair]
+            yield list(self._runs(wanted))
 
-    def _base_loss(self, lane: Lane, i: int) -> float:
-        with self._prefixes.recorded(lane.layers, i, self._kinds):
-            loss = self._losses(lane.model, self.batches[i], 1)[0]
-        if not self.committed and not math.isfinite(loss):
-            raise ModelError(
-                f"The dense model's loss on calibration batch {i} is {loss}: nothing can be measured against it. "
-                "Try --dtype float32, or look at the data."
-            )
-        return loss
+    def _is_new(self, pair: Pair) -> bool:
+        return pair not in self._masked_losses
 
-    def _runs(self, pairs: Iterable[tuple[Unit, int]]) -> Iterator[list[tuple[Unit, int]]]:
+    def _runs(self, pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
         """Group pairs into runs: batches of one shape, units in neighbouring blocks."""
-        alike: dict[Any, list[tuple[Unit, int]]] = defaultdict(list)
+        alike: dict[Any, list[Pair]] = defaultdict(list)
         for unit, i in sorted(pairs, key=lambda pair: pair[0].layer):
             alike[_shapes(self.batches[i]) if self.stack > 1 else None].append((unit, i))
         for together in alike.values():
             for start in range(0, len(together), self.stack):
                 yield together[start : start + self.stack]
-
-    def _run_losses(self, lane: Lane, run: Sequence[tuple[Unit, int]]) -> list[float]:
-        """The masked losses of each pair of one run."""
-        first = run[0][0].layer
-        kind = HEAD if any(unit.side == HEAD for unit, _ in run if unit.layer == first) else MLP
-        batches = [self.batches[i] for _, i in run]
-        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
-        masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])
-        with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
-            return self._losses(lane.model, joined, len(run))
-
-    def _losses(self, model: nn.Module, batch: Batch, parts: int) -> list[float]:
-        return [float(loss) for loss in part_losses(model, batch, parts, self.loss).tolist()]
 
 
 def free_memory(device: torch.device) -> int:
@@ -275,6 +356,10 @@ def default_lanes(model: nn.Module) -> int:
     if any(layer.experts for layer in anatomy(model)):
         return 1
     return min(2, torch.get_num_threads()) if device_of(model).type == "cpu" else 1
+
+
+def _distance_from(unit: Unit) -> Callable[[Pair], int]:
+    return lambda pair: abs(pair[0].layer - unit.layer)
 
 
 def _predictions(batches: Sequence[Batch]) -> float:

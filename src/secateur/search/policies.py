@@ -366,7 +366,8 @@ class Posterior:
         self._looked = len(slopes) == len(beliefs)
         self._rest = _Gaussian([belief.rest if self._looked else belief for belief in beliefs], carry)
         self._second = _finite([slope.second for slope in slopes]) if self._looked else np.ones(len(beliefs))
-        self._first, self._noise = _shrunk([slope.first for slope in slopes]) if self._looked else (0.0, 0.0)
+        nothing = np.zeros(len(beliefs)), np.zeros(len(beliefs))
+        self._first, self._noise = _shrunk([slope.first for slope in slopes]) if self._looked else nothing
         self._size = self._size_of(self._second)
         self._doubt = 0.1  # of the prior before anything is measured, in its own size
         self._update()

@@ -12,8 +12,8 @@ from torch import nn
 from secateur.errors import SelectionError
 from secateur.model.losses import batch_loss, standing_in
 from secateur.model.zeroing import zeroed
-from secateur.search.lanes import Lane, Lanes
 from secateur.units import HEAD, MLP, Unit
+from secateur.workers.lanes import Lane, Lanes
 from tiny import FAMILIES_TINY, GROUP, hook_count, tiny_batches
 
 UNITS = [Unit(HEAD, 0, 1), Unit(MLP, 1, 0, GROUP)]
