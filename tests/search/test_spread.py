@@ -114,11 +114,11 @@ def chosen(world: World, machine: Machine | None = None, task: str = "text", **s
 CASES: dict[str, dict[str, Any]] = {
     "ucb": {"method": "ucb"},
     "greedy": {"method": "greedy", "target": "both"},
-    "halving, few batches a step": {"method": "halving", "batches_per_step": 3, "batches_per_pull": 2},
+    "few batches a step": {"method": "ucb", "batches_per_step": 3, "batches_per_pull": 2},
     "auto, with gradients": {"method": "auto", "pulls_per_step": 16},
-    "both losses": {"method": "auto", "loss": "both", "target": "mlp", "pulls_per_step": 8},
+    "gradients": {"method": "auto", "target": "mlp", "budget": "60forwards"},
     "the distance": {"method": "ts", "loss": "distance"},
-    "images": {"method": "halving", "task": "image", "target": "both", "pulls_per_step": 12},
+    "images": {"method": "auto", "task": "image", "target": "both", "budget": "40pulls"},
     "stacked": {"method": "greedy", "stack": 3, "target": "both", "pulls_per_step": 9},
 }
 
@@ -137,7 +137,7 @@ def test_the_selection_is_the_same_to_the_byte_whatever_the_number_of_workers(ca
     "machine", [Machine(workers=2, lanes=2), Machine(workers=3, cache_memory=0)], ids=["lanes", "no cache"]
 )
 def test_lanes_and_the_cache_of_the_workers_change_nothing(machine: Machine, world: World, hall: Hall) -> None:
-    settings: dict[str, Any] = {"method": "halving", "target": "both", "pulls_per_step": 12}
+    settings: dict[str, Any] = {"method": "greedy", "target": "both", "pulls_per_step": 12}
     assert chosen(world, machine, **settings) == chosen(world, **settings)
 
 
@@ -165,7 +165,7 @@ def test_a_search_that_was_stopped_goes_on_with_other_workers_to_the_same_files(
     world: World, tmp_path: Path, hall: Hall
 ) -> None:
     def select(name: str, watcher: Watcher | None = None, **more: Any) -> bytes:
-        given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "halving"}
+        given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "auto"}
         select_to(str(world.text_model), tmp_path / name, watcher=watcher, **given | more)
         return (tmp_path / name).read_bytes() + (tmp_path / name).with_suffix(".journal.jsonl").read_bytes()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -48,8 +48,11 @@ class Runner(Protocol):
     cache_was_full: bool  # whether the memory was too small for all block outputs
     cached_bytes: int
 
-    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float]) -> Iterator[Made]:
-        """For each round at least its own losses, but for base losses that are known by then."""
+    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float], kinds: Set[str]) -> Iterator[Made]:
+        """For each round at least its own losses, but for base losses that are known by then.
+
+        Base runs keep what units on the sides `kinds` of their blocks need.
+        """
         ...
 
     def gradients(self, units: Sequence[Unit], batches: Sequence[int]) -> Tensor:
@@ -73,7 +76,7 @@ class Here:
         self._model, self._batches, self._loss = model, batches, loss
         self._lanes = Lanes(model, lanes)
         self._prefixes = Prefixes(len(anatomy(model)), cache_memory)
-        self._kinds: set[str] = set()  # sides of the units so far
+        self._kinds: Set[str] = frozenset()  # sides of the units so far
         self.committed: list[Unit] = []
 
     @property
@@ -84,10 +87,10 @@ class Here:
     def cached_bytes(self) -> int:
         return self._prefixes.bytes
 
-    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float]) -> Iterator[Made]:
+    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float], kinds: Set[str]) -> Iterator[Made]:
+        self._kinds = kinds
         for runs in rounds:
             pairs = [pair for run in runs for pair in run]
-            self._kinds |= {unit.side for unit, _ in pairs}
             missing = [i for i in dict.fromkeys(i for _, i in pairs) if i not in known]
             base = self._lanes.map(self._base_loss, missing, self.committed)
             masked = self._lanes.map(self._run_losses, runs, self.committed)
@@ -185,6 +188,7 @@ class DamageMeter:
         self._rng = stream(seed, BATCHES)
         self._gradient_rng, self._gradient_order = stream(seed, GRADIENTS), list[int]()
         self._runner = runner or Here(model, batches, loss, self._lanes, self.cache_memory)
+        self._kinds: set[str] = set()  # sides of the units asked for so far
         self._base_losses: dict[int, float] = {}  # this and the next two hold for the present step
         self._masked_losses: dict[Pair, float] = {}
         self._counted: set[Any] = set()  # the losses that a pull has asked for: some are measured before that
@@ -215,7 +219,8 @@ class DamageMeter:
 
         Runs of later pulls may be made beside or stacked with those of earlier ones, since the whole request is known.
         """
-        made = self._runner.make(self._rounds(pulls), self._base_losses)
+        self._kinds |= {unit.side for unit, _ in pulls}
+        made = self._runner.make(self._rounds(pulls), self._base_losses, frozenset(self._kinds))
         for (unit, batches), (base, masked) in zip(pulls, made, strict=True):
             self._base_losses.update((i, base[i]) for i in base.keys() - self._base_losses.keys())  # recalled ones stay
             self._masked_losses.update((pair, masked[pair]) for pair in masked.keys() - self._masked_losses.keys())

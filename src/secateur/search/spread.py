@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +54,7 @@ class Ask:
     wanted: frozenset[int] | None  # batches whose block outputs are best kept; None: all
     batches: frozenset[int]  # that are used
     runs: tuple[Run, ...] = ()
+    kinds: Set[str] = frozenset()  # sides of the blocks for whose units block outputs are kept
     slopes: tuple[Unit, ...] = ()
     sent: Mapping[int, bytes] = field(default_factory=dict)  # batches that the worker does not have yet
 
@@ -99,9 +100,10 @@ class Spread:
         self.cache_was_full = False
         self.cached_bytes = 0  # in this process
 
-    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float]) -> Iterator[Made]:
-        wanted, crew = list(rounds), self._started()
-        asks = [self._ask({i for run in runs for _, i in run}, runs=tuple(runs)) for runs in self._together(wanted, crew.room)]
+    def make(self, rounds: Iterable[Sequence[Run]], known: Mapping[int, float], kinds: Set[str]) -> Iterator[Made]:
+        wanted = list(rounds)
+        tasks = self._together(wanted, self._started().room)
+        asks = [self._ask({i for run in runs for _, i in run}, runs=tuple(runs), kinds=kinds) for runs in tasks]
         answers = self._answers(asks, self._pick)
         arrived: set[Pair] = set()
         for runs in wanted:
@@ -229,7 +231,7 @@ class Desk:
             self._runner.want(ask.wanted)
         if ask.slopes:
             return Answer({}, {}, self._runner.gradients(ask.slopes, list(ask.batches)).numpy())
-        (made,) = self._runner.make([ask.runs], self._base)
+        (made,) = self._runner.make([ask.runs], self._base, ask.kinds)
         self._base.update(made.base)
         return Answer({i: self._base[i] for i in ask.batches}, made.masked, cache_was_full=self._runner.cache_was_full)
 
