@@ -19,6 +19,7 @@ class Progress:
     best: Unit
     best_damage: float  # its mean damage in this step
     replayed: bool  # the pull comes from the journal of an earlier start
+    units: int = 1  # that the step chooses
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Watcher:
 
     def say(self, sentence: str) -> None:
         """Something that the user should know."""
+
+    def look(self, step: int, n_steps: int, n_batches: int) -> None:
+        """A step begins with the gradients of so many batches."""
 
     def pull(self, progress: Progress) -> None:
         """A unit was measured."""

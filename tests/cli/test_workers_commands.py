@@ -87,7 +87,7 @@ def test_a_run_with_workers_that_is_stopped_leaves_none_and_goes_on_to_the_same_
 @pytest.mark.slow
 def test_a_ray_cluster_makes_the_same_files_and_prints_nothing_of_its_own(world: World, tmp_path: Path, run: Run) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    options = ["--method", "auto", "--pulls-per-step", 8]
+    options = ["--method", "auto", "--budget", "30forwards"]
     driver = start(*prune_command(world, tmp_path / "ray", *options, "--ray", "local", "--json"))
     out, err = driver.communicate(timeout=400)
     ran = Ran(driver.returncode, out, err)

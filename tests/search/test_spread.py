@@ -165,7 +165,7 @@ def test_a_search_that_was_stopped_goes_on_with_other_workers_to_the_same_files(
     world: World, tmp_path: Path, hall: Hall
 ) -> None:
     def select(name: str, watcher: Watcher | None = None, **more: Any) -> bytes:
-        given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "auto"}
+        given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "greedy"}
         select_to(str(world.text_model), tmp_path / name, watcher=watcher, **given | more)
         return (tmp_path / name).read_bytes() + (tmp_path / name).with_suffix(".journal.jsonl").read_bytes()
 
@@ -214,7 +214,7 @@ def test_a_method_that_measures_nothing_starts_no_workers_and_says_so(world: Wor
 
 
 def test_a_dry_run_measures_with_the_workers_and_says_how_many(world: World, hall: Hall) -> None:
-    given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "auto"}
+    given = SMALL | {"calibration": str(world.text), "device": "cpu", "method": "greedy"}
     forecast = sc.forecast_of(str(world.text_model), workers=2, **given)
     assert forecast.settings["workers"] == 2 and "ray" not in forecast.settings
     (pool,) = hall.pools

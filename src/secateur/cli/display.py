@@ -66,9 +66,13 @@ class Bars(Watcher):
             self._task,
             description=f"step {progress.step + 1}/{progress.n_steps} pull {progress.pull}/{progress.budget} "
             f"best {progress.best} (damage {progress.best_damage:+.4f})",
-            total=progress.n_steps * progress.budget,
-            completed=progress.step * progress.budget + progress.pull,
+            total=progress.n_steps,
+            completed=progress.step + progress.units * progress.pull / progress.budget,
         )
+
+    def look(self, step: int, n_steps: int, n_batches: int) -> None:
+        description = f"step {step + 1}/{n_steps}: gradients of {n_batches} batches"
+        self._progress.update(self._task, description=description, total=n_steps, completed=step)
 
     def chosen(self, step: Step, n_steps: int) -> None:
         if not stderr.is_terminal and not self._replaying:

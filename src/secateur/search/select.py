@@ -132,8 +132,9 @@ def select(
         if isinstance(policy, Planner):
             plan = policy.plan(n_steps, n_steps - len(selected), Spent(passes.count, len(trace)), gradients=looks)
             if plan.gradient_batches and isinstance(meter, Foreteller):
+                watcher.look(len(selected), n_steps, plan.gradient_batches)
                 passes.count += GRADIENT_PASSES * beliefs.look(meter, pool, plan.gradient_batches, goal)
-        search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher, passes)
+        search = _StepSearch(len(selected), n_steps, pool, plan, meter, goal, temperature, journal, watcher, passes)
         options = {"wanted": plan.units, "left": n_steps - len(selected)} if isinstance(policy, Planner) else {}
         choice = search.hold(policy.run(beliefs.of(pool), plan.pulls, policy_rng, **options))
         trace += search.pulls
@@ -263,7 +264,7 @@ class _StepSearch:
     step: int
     n_steps: int
     pool: Sequence[Unit]
-    budget: int
+    plan: Plan
     meter: Meter
     goal: Goal
     temperature: float
@@ -293,8 +294,8 @@ class _StepSearch:
         if not all(0 <= arm < len(self.pool) for arm in request.arms):
             raise ValueError(f"The policy asked for the arms {request.arms}, and there are {len(self.pool)}, counted from 0.")
         wanted = len(request.arms) * request.pulls
-        if not wanted or self.stats.pulls + wanted > self.budget:
-            raise ValueError(f"The policy asked for {wanted} pulls and has {self.budget - self.stats.pulls} left.")
+        if not wanted or self.stats.pulls + wanted > self.plan.pulls:
+            raise ValueError(f"The policy asked for {wanted} pulls and has {self.plan.pulls - self.stats.pulls} left.")
         arms, asked = [], []
         for _ in range(request.pulls):
             shared = self.meter.draw() if request.common else None
@@ -360,7 +361,10 @@ class _StepSearch:
     def _where(self, *, replayed: bool) -> Progress:
         best = self.stats.best()
         damage = self.mean_damage(best)
-        return Progress(self.step, self.n_steps, self.stats.pulls, self.budget, self.pool[best], damage, replayed)
+        plan = self.plan
+        return Progress(
+            self.step, self.n_steps, self.stats.pulls, plan.pulls, self.pool[best], damage, replayed, units=plan.units
+        )
 
     def mean_damage(self, arm: int) -> float:
         """The mean of what the pulls of this step measured of an arm."""
