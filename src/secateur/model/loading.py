@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
 from secateur.files.weights import shards_of
+from secateur.half import prepare_half
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
 from secateur.tasks import TASKS, TEXT
@@ -93,7 +94,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None, tru
     """Load the model alone; without a dtype, in the dtype of the checkpoint."""
     if dtype is not None and dtype not in DTYPES:
         raise not_one_of("dtype", dtype, DTYPES)
-    resolved = resolve_device(device)
+    resolved = resolve_device(device, dtype)
     mend_torchvision()
     if name.startswith(TIMM) or _is_timm_folder(Path(name)):
         model = _timm_model(name, pretrained=True)
@@ -164,8 +165,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
-def resolve_device(device: str) -> torch.device:
-    """The device of this name, tried out; "auto" is a GPU if there is one."""
+def resolve_device(device: str, dtype: str | None = None) -> torch.device:
+    """The device of this name, tried out, on a CPU also in a dtype; "auto" is a GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")
@@ -179,6 +180,8 @@ def resolve_device(device: str) -> torch.device:
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError) as error:
         raise SettingError(f"The device {device!r} cannot be used here: {first_line(error)} Try --device cpu.") from error
+    if dtype is not None and resolved.type == "cpu":
+        prepare_half(dtype)
     return resolved
 
 
