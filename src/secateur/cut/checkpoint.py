@@ -23,18 +23,39 @@ from secateur.cut.proof import prove
 from secateur.cut.record import CARD, FORMAT, RECORD, CutRecord, changed_files, model_card, read_record, written_files
 from secateur.cut.repair import check_repairable, repair as repair_model
 from secateur.cut.surgery import shrink
-from secateur.errors import ModelError, OutputError, ProofError, SelectionError, first_line
+from secateur.errors import ModelError, OutputError, ProofError, SelectionError, reasons
 from secateur.files import jsonio
+from secateur.files.sentences import sentence_modules
 from secateur.model.accounting import total_parameters
 from secateur.model.families import family_of, task_of
-from secateur.model.loading import Opened, load_model, sentence_modules, stored_dtype, timm_arguments, versions
+from secateur.model.loading import Opened, load_model, stored_dtype, timm_arguments, versions
 from secateur.model.losses import Batch
-from secateur.model.shrunk import layout_of
+from secateur.model.shrunk import CODE, layout_of
 from secateur.selection import Selection
 from secateur.settings import FREE, UNIFORM, Cutting
 from secateur.watcher import Watcher
 
 PROOF_BATCHES = 2
+WRITTEN = (  # by transformers, timm and sentence-transformers, besides the weights
+    "config.json",
+    "generation_config.json",
+    f"{CODE}.py",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
 ASIDE = ".changed"  # after the name of a file that is kept in place of being overwritten
 
 
@@ -66,7 +87,7 @@ def save_shrunk(
     if dtype is not None and next(small.parameters()).dtype != dtype:
         small = copy.deepcopy(small).to(dtype)
     with _staging_folder(place) as staging:
-        with _write_errors(place):
+        with reasons(OutputError, f"Cannot write the model to {place}"):
             if hasattr(small, "config"):
                 with _without_sampling_settings(small):
                     small.save_pretrained(staging, max_shard_size=max_shard_size)  # type: ignore[operator]
@@ -231,9 +252,9 @@ def other_cut(folder: Path) -> OutputError:
 
 
 def refuse_model(folder: Path) -> None:
-    """Refuse a folder that already holds a model, a model card or a record."""
+    """Refuse a folder that already holds a model, a file of the name of one of a model's, a model card or a record."""
     existing = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    existing += [folder / name for name in ("config.json", CARD, RECORD) if (folder / name).exists()]
+    existing += [folder / name for name in (CARD, RECORD, *WRITTEN) if (folder / name).exists()]
     if existing:
         raise _not_overwritten(existing[0])
 
@@ -307,15 +328,6 @@ def _only_writer(folder: Path) -> int | None:
         os.close(lock)
         raise OutputError(f"Another run is writing a model to {folder} now; wait for it, or choose another -o.") from error
     return lock
-
-
-@contextlib.contextmanager
-def _write_errors(place: Path) -> Iterator[None]:
-    """Turn the errors of a library that cannot write a model into an OutputError."""
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise OutputError(f"The model cannot be written to {place}: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import MissingExtra
+from secateur.errors import MissingExtra, StoreError, reasons
 from secateur.experiment.store import Cell, Table, cells_of, slug
 from secateur.files import jsonio
 from secateur.methods import METHODS, label, searching
@@ -30,17 +30,27 @@ def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
     except ImportError as error:
         raise MissingExtra("matplotlib", "experiment", "Drawing figures") from error
     written = []
-    style = {"svg.hashsalt": "secateur", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    style = {
+        "svg.hashsalt": "secateur",
+        "font.size": 9,
+        "text.parse_math": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with matplotlib.rc_context(style):
         for name, paint in _figures(tables):
-            picture = paint(pyplot)
-            for form in FORMATS:
-                data = io.BytesIO()
-                metadata = {"Date": None} if form == "svg" else {"Software": None}  # so that equal results give equal bytes
-                picture.savefig(data, format=form, dpi=160, bbox_inches="tight", metadata=metadata)
-                written.append(folder / f"{name}.{form}")
-                jsonio.write_bytes(written[-1], data.getvalue())
-            pyplot.close(picture)
+            drawn = {}
+            with reasons(StoreError, f"The figure {name} cannot be drawn"):
+                picture = paint(pyplot)
+                for form in FORMATS:
+                    data = io.BytesIO()
+                    metadata = {"Date": None} if form == "svg" else {"Software": None}  # so that equal results give equal bytes
+                    picture.savefig(data, format=form, dpi=160, bbox_inches="tight", metadata=metadata)
+                    drawn[folder / f"{name}.{form}"] = data.getvalue()
+                pyplot.close(picture)
+            for path, content in drawn.items():
+                jsonio.write_bytes(path, content)
+            written += drawn
     return written
 
 
