@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import forks
-from kinds import CHOICE, FLAGS, PRUNE, Arguments, Good
-
 from grids import TIMINGS
+from kinds import CHOICE, FLAGS, PRUNE, Arguments, Good
 
 FILE_EVENTS = {
     "open",

@@ -14,9 +14,8 @@ from typing import Any
 
 import forks
 from forks import Ran
-from mutations import Spoil, spoil_bytes, spoil_json, spoil_lines, spoil_toml
-
 from grids import write_grid
+from mutations import Spoil, spoil_bytes, spoil_json, spoil_lines, spoil_toml
 from worlds import SMALL, Encoders, World, make_encoders, make_world
 
 Arguments = list[object]

@@ -24,6 +24,10 @@ from secateur.model.loading import mend_torchvision  # noqa: E402
 
 mend_torchvision()  # before transformers and timm are imported
 
+import secateur  # noqa: E402
+
+os.environ["PYTHONPATH"] = str(Path(secateur.__file__).parents[1])  # workers in other processes take the same one
+
 import forks  # noqa: E402
 from kills import KILLED, run_kills  # noqa: E402
 from kinds import KINDS, Good, make_good, run_argument_case, run_file_case, run_place_case  # noqa: E402

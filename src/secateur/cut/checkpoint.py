@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from secateur.cut.repair import check_repairable, repair as repair_model
 from secateur.cut.surgery import shrink
 from secateur.errors import ModelError, OutputError, ProofError, SelectionError, reasons
 from secateur.files import jsonio
+from secateur.files.places import only_writer
 from secateur.files.sentences import sentence_modules
 from secateur.model.accounting import total_parameters
 from secateur.model.families import family_of, task_of
@@ -272,31 +272,29 @@ def _staging_folder(place: Path) -> Iterator[Path]:
     """
     from safetensors import SafetensorError
 
-    new, only = not place.exists(), None
     moved: list[Path] = []
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        only = _only_writer(place)
-        for leftover in place.glob(".writing-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # left by a process that was killed
-        staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
-        try:
-            yield staging
-            for weights in staging.glob("*.safetensors"):
-                shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
-            order = {RECORD: -1, "config.json": 1}
-            files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
-            for path in files:
-                if (place / path.name).exists():
-                    raise _not_overwritten(place / path.name)
-                for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
-                    with open(written, "rb") as file:
-                        os.fsync(file.fileno())
-            for path in files:
-                moved.append(place / path.name)
-                os.replace(path, place / path.name)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with only_writer(place):
+            for leftover in place.glob(".writing-*"):
+                shutil.rmtree(leftover, ignore_errors=True)  # left by a process that was killed
+            staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
+            try:
+                yield staging
+                for weights in staging.glob("*.safetensors"):
+                    shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
+                order = {RECORD: -1, "config.json": 1}
+                files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
+                for path in files:
+                    if (place / path.name).exists():
+                        raise _not_overwritten(place / path.name)
+                    for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
+                        with open(written, "rb") as file:
+                            os.fsync(file.fileno())
+                for path in files:
+                    moved.append(place / path.name)
+                    os.replace(path, place / path.name)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     except BaseException as error:
         for path in moved:
             if path.is_dir():
@@ -307,27 +305,6 @@ def _staging_folder(place: Path) -> Iterator[Path]:
             cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
             raise jsonio.cannot_write(place, cause) from error
         raise
-    finally:
-        if only is not None:
-            os.close(only)
-        if new:
-            with contextlib.suppress(OSError):
-                place.rmdir()  # fails, as it should, if files were written
-
-
-def _only_writer(folder: Path) -> int | None:
-    """A lock on the folder, which lasts until it is closed or the process ends; an error if another process has it."""
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise OutputError(f"Another run is writing a model to {folder} now; wait for it, or choose another -o.") from error
-    return lock
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ noticed. `read_tables` returns the records arranged in the tables that the grids
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -170,9 +169,9 @@ def _parse(path: Path, lines: list[bytes]) -> dict[str, Record]:
         place = f"Line {number} of {path}"
         damaged = f"{place} is not a record written by Secateur, or is damaged; delete that line to do its run again."
         try:
-            fields = json.loads(line)
+            fields = jsonio.loads(line)
             version, seal = fields["format"], fields["digest"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise StoreError(damaged) from error
         if version != FORMAT:
             raise StoreError(
