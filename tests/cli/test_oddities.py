@@ -223,7 +223,7 @@ def test_a_closed_standard_output_is_nothing_to_stumble_over() -> None:
 
 def test_what_an_ascii_output_cannot_write_is_escaped_as_json_has_it(world: World, tmp_path: Path) -> None:
     model = shutil.copytree(world.text_model, tmp_path / "é😀")
-    command = [sys.executable, "-m", "secateur", "units", model, "--json", "--group-width", "4"]
+    command = [sys.executable, "-m", "secateur", "units", str(model), "--json", "--group-width", "4"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ran.returncode == 0 and ran.stdout.isascii(), ran.stderr

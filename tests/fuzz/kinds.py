@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 import forks
 from forks import Ran
 from grids import write_grid
-from mutations import Spoil, spoil_bytes, spoil_json, spoil_lines, spoil_toml
+from mutations import Spoil, spoil_bytes, spoil_json, spoil_lines, spoil_toml, spoil_value
 from worlds import SMALL, Encoders, World, make_encoders, make_world
 
 Arguments = list[object]
 FLAGS = ["--device", "cpu", "--seq-len", "16"]
 CHOICE = ["--ratio", "0.3", "--pulls-per-step", "3", "--group-width", "4", "--method", "ucb"]
+MEASURED = ["--tokens", 8, "--new-tokens", 2, "--repeats", 3, "--batch-size", 1, "--no-memory", "--device", "cpu"]
 PRUNE = ["--no-measure", "--evaluation-batches", "2", "--lanes", "1", "--cache-memory", "0.01"]
 
 
@@ -56,8 +58,6 @@ def make_good(root: Path) -> list[str]:
     import pyarrow.parquet
     import timm
 
-    from secateur.cut import costs
-
     good = Good(root)
     world = make_world(root)
     (root / "images").rename(root / "kept")  # make_encoders has images of its own
@@ -67,7 +67,7 @@ def make_good(root: Path) -> list[str]:
     small: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
     tiny: Any = timm.create_model("vit_tiny_patch16_224", **small)
     tiny.pretrained_cfg["input_size"] = (3, 16, 16)
-    timm.models.save_for_hf(tiny, str(root / "timm"), model_args=small, safe_serialization=True)  # type: ignore[attr-defined]
+    timm.models.save_for_hf(tiny, str(root / "timm"), model_args=small, safe_serialization=True)
     write_index(good)
     for split in ("train", "test"):
         lines = [line for line in (world.text / f"{split}.txt").read_text().splitlines() if line]
@@ -77,24 +77,24 @@ def make_good(root: Path) -> list[str]:
             pyarrow.parquet.write_table(pyarrow.table({"text": lines}), root / folder / f"{split}.parquet")
     write_grid(world, root, change=lambda text: text.replace("[1, 2]", "[1]").replace('"fisher", "greedy", ', '"greedy", '))
     for model, data in (("gpt2", "text"), ("vit", "images")):
-        forks_free(
-            root, "prune", root / model, "--calibration", root / data, *FLAGS, *CHOICE, *PRUNE, "-o", root / f"{model}-small"
-        )
-    measured, costs.measure = costs.measure, by_parameters  # a clock would not do for so small a model
-    forks_free(root, *goes_on_quick(good, root / "quick", First())[0])
-    costs.measure = measured
-    forks_free(root, "grid", root / "tiny.toml", "-o", root / "store")
+        flags = [*FLAGS, *CHOICE, *PRUNE]
+        succeed("prune", root / model, "--calibration", root / data, *flags, "-o", root / f"{model}-small")
+    with unittest.mock.patch("secateur.cut.costs.measure", by_parameters):  # a clock would not do for so small a model
+        succeed(*goes_on_quick(good, root / "quick", First())[0])
+    succeed("grid", root / "tiny.toml", "-o", root / "store")
     (root / "settings.toml").write_text(
         "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**SMALL, "device": "cpu", "method": "random"}.items())
     )
     for kind in KINDS:
         for command in kind.commands(good, root / kind.base, First()):
             if command[0] not in ("prune", "select", "shrink", "grid"):
-                forks_free(root, *command)
+                succeed(*command)
+    for name in ("select", "shrink", "measure", "bench", "figures"):
+        succeed(*usual(good, name, root / "usual" / name))
     return sorted(sys.modules)
 
 
-def forks_free(root: Path, *arguments: object) -> None:
+def succeed(*arguments: object) -> None:
     """Run a command here, which is to succeed."""
     import contextlib
     import io
@@ -161,6 +161,7 @@ def reads_texts(good: Good, model: Path, rng: random.Random) -> list[Arguments]:
         ["evaluate", model, "--data", good.world.text, *FLAGS, "--evaluation-batches", 1],
         ["units", model, "--target", rng.choice(("head", "mlp", "block")), "--group-width", 4],
         ["prune", model, "--calibration", good.world.text, *FLAGS, *CHOICE, *PRUNE, "-o", out, "--method", "random"],
+        ["measure", good.world.text_model, model, *MEASURED],
     ]
 
 
@@ -242,6 +243,24 @@ def judges_images(good: Good, data: Path, rng: random.Random) -> list[Arguments]
     return [["evaluate", good.root / model, "--data", data, *FLAGS, "--seed", 1] for model in ("vit", "clip", "timm")]
 
 
+def spoil_unchecked(content: bytes, rng: random.Random) -> bytes:
+    """A journal from before there were checksums, spoilt: nothing but the types of its fields shows it."""
+    records = [json.loads(line) for line in content.splitlines()]
+    plain = [{name: value for name, value in record.items() if name != "checksum"} for record in records]
+    return spoil_lines("".join(json.dumps(record) + "\n" for record in plain).encode(), rng)
+
+
+def spoil_sealed(content: bytes, rng: random.Random) -> bytes:
+    """A store with a spoilt record whose digest was computed anew."""
+    from secateur.experiment.store import sealed
+
+    lines = content.splitlines(keepends=True)
+    at = rng.randrange(len(lines))
+    spoilt = spoil_value(json.loads(lines[at]), rng)
+    lines[at] = json.dumps(sealed(spoilt) if isinstance(spoilt, dict) else spoilt).encode() + b"\n"
+    return b"".join(lines)
+
+
 def another_selection(good: Good, place: Path, ran: Ran) -> str:
     same = (place / "selection.json").read_bytes() == (good.root / "gpt2-small" / "selection.json").read_bytes()
     return "" if same else "another selection, from a changed journal"
@@ -268,11 +287,13 @@ KINDS = (
     Kind("pooling", "sentences", "1_Pooling/config.json", spoil_json, encodes),
     Kind("selection.json", "gpt2-small", "selection.json", spoil_json, reads_selection),
     Kind("journal.jsonl", "gpt2-small", "journal.jsonl", spoil_lines, replays, another_selection),
+    Kind("journal without checksums", "gpt2-small", "journal.jsonl", spoil_unchecked, replays),
     Kind("evaluation.json", "gpt2-small", "evaluation.json", spoil_json, goes_on),
     Kind("secateur.json", "gpt2-small", "secateur.json", spoil_json, goes_on),
     Kind("finished weights", "gpt2-small", "model.safetensors", spoil_bytes, goes_on, another_model),
     Kind("latency.json", "quick", "latency.json", spoil_json, goes_on_quick),
     Kind("results.jsonl", "store", "results.jsonl", spoil_lines, reads_store),
+    Kind("results.jsonl, sealed anew", "store", "results.jsonl", spoil_sealed, reads_store),
     Kind("plan of a store", "store", "plans/tiny.json", spoil_json, reads_store),
     Kind("grid", "tiny.toml", "", spoil_toml, reads_grid),
     Kind("settings in a file", "settings.toml", "", spoil_toml, reads_settings),
@@ -342,10 +363,7 @@ def usual(good: Good, command: str, place: Path) -> Arguments:
             "shrink", text, "--selection", good.root / "gpt2-small" / "selection.json", "--device", "cpu", "--no-measure",
             "-o", place / "out",
         ],
-        "measure": [
-            "measure", text, good.root / "gpt2-small", "--tokens", 8, "--new-tokens", 1, "--repeats", 1, "--no-memory",
-            "--device", "cpu", "--batch-size", 1,
-        ],
+        "measure": ["measure", text, good.root / "gpt2-small", *MEASURED],
         "evaluate": ["evaluate", text, "--data", data, *FLAGS, "-o", place / "out.json", "--evaluation-batches", 1],
         "units": ["units", text],
         "bench": ["bench", text, "--pulls", 1, "--device", "cpu", "--json", place / "out.json"],
@@ -417,12 +435,12 @@ def _link(to: str) -> Callable[[Path], None]:
 
 PLACES: dict[str, Callable[[Path], Path | None]] = {
     "a file": _file,
-    "a fifo": os.mkfifo,  # type: ignore[dict-item]
+    "a fifo": os.mkfifo,
     "a link to nowhere": _link("nowhere/at/all"),
     "a link to itself": _link("there"),
     "a device": _link("/dev/null"),
     "a full disk": _link("/dev/full"),
-    "an empty folder": Path.mkdir,  # type: ignore[dict-item]
+    "an empty folder": Path.mkdir,
     "inside the data": lambda path: None,
     **{
         f"a foreign {name}": _in_folder(name)

@@ -23,8 +23,8 @@ CASES, KILLS = 2, 20
 def test_bad_input_and_kills_are_answered_rightly(tmp_path: Path) -> None:
     report = tmp_path / "defects.jsonl"
     program = Path(__file__).with_name("run.py")
-    command = [sys.executable, program, "--cases", str(CASES), "--kills", str(KILLS), "--report", report]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, program, "--cases", CASES, "--kills", KILLS, "--report", report]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}\n{report.read_text() if report.exists() else ''}"
     tried, right = next(line for line in ran.stdout.splitlines() if line.startswith("all ")).split()[1:]
     assert tried == right and int(tried) > 20 * CASES + KILLS

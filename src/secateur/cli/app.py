@@ -137,8 +137,15 @@ def _mend_streams() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
         elif hasattr(stream, "reconfigure"):
-            codecs.register_error("escape", lambda error: (json.dumps(error.object[error.start : error.end])[1:-1], error.end))
+            codecs.register_error("escape", _escaped)
             stream.reconfigure(errors="escape")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What to write in place of characters that a stream's encoding does not have, and where to go on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _silence_stdout() -> None:

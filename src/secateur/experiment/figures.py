@@ -29,7 +29,7 @@ def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
         from matplotlib import pyplot
     except ImportError as error:
         raise MissingExtra("matplotlib", "experiment", "Drawing figures") from error
-    written = []
+    written: list[Path] = []
     style = {
         "svg.hashsalt": "secateur",
         "font.size": 9,
