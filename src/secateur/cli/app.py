@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import typer
 
 RESUMABLE = ("prune", "select", "shrink", "grid")
-
-
 UNFORESEEN = 70  # the exit code of an error that no one foresaw
 LONGEST = 1000  # characters of a message
 
@@ -156,6 +154,6 @@ def _silence_stdout() -> None:
 def _fail(message: str, code: int) -> NoReturn:
     from secateur.cli.display import stderr
 
-    line = " ".join(message.split())
+    line = " ".join(message.splitlines())
     stderr.print(f"error: {line if len(line) <= LONGEST else line[: LONGEST - 3] + '...'}")
     raise SystemExit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def check_folder(path: Path) -> None:
         raise OutputError(f"Cannot write to {path}: {existing} is not a writable folder. Choose another place.")
 
 
-_held: set[str] = set()  # the folders that this process alone may write to
+_held: dict[str, int] = {}  # the folders that this process alone may write to, each with the thread that does
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     The folder is made if it is not there, and removed if nothing was written to it.
     """
     place, new = os.path.realpath(folder), not folder.exists()
-    if place in _held:
+    if _held.get(place) == threading.get_ident():
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,10 +43,12 @@ def only_writer(folder: Path) -> Iterator[None]:
     try:
         if lock is not None:
             _lock(lock, folder)
-        _held.add(place)
-        yield
+        _held[place] = threading.get_ident()
+        try:
+            yield
+        finally:
+            del _held[place]
     finally:
-        _held.discard(place)
         if lock is not None:
             os.close(lock)
         if new:
