@@ -282,29 +282,35 @@ def _staging_folder(place: Path) -> Iterator[Path]:
                 yield staging
                 for weights in staging.glob("*.safetensors"):
                     shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
-                order = {RECORD: -1, "config.json": 1}
-                files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
-                for path in files:
-                    if (place / path.name).exists():
-                        raise _not_overwritten(place / path.name)
-                    for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
-                        with open(written, "rb") as file:
-                            os.fsync(file.fileno())
-                for path in files:
-                    moved.append(place / path.name)
-                    os.replace(path, place / path.name)
+                _move(staging, place, moved)
+            except BaseException:
+                for path in moved:
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
+                raise
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
-    except BaseException as error:
-        for path in moved:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
-            raise jsonio.cannot_write(place, cause) from error
-        raise
+    except OSError as error:
+        raise jsonio.cannot_write(place, error) from error
+    except SafetensorError as error:
+        raise jsonio.cannot_write(place, OSError(f"the weights could not be written ({error})")) from error
+
+
+def _move(staging: Path, place: Path, moved: list[Path]) -> None:
+    """Move the files of a model to their place once all of them are on the disk; `moved` gets each before it is moved."""
+    order = {RECORD: -1, "config.json": 1}
+    files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
+    for path in files:
+        if (place / path.name).exists():
+            raise _not_overwritten(place / path.name)
+        for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
+            with open(written, "rb") as file:
+                os.fsync(file.fileno())
+    for path in files:
+        moved.append(place / path.name)
+        os.replace(path, place / path.name)
 
 
 @contextlib.contextmanager
