@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
 import signal
 import sys
@@ -55,6 +54,8 @@ def call(work: Callable[[], object], place: Path, *, limited: bool = True) -> Ra
 
 
 def _child(work: Callable[[], object], place: Path, limited: bool) -> None:
+    import resource  # not everywhere
+
     code: Any = 1
     try:
         os.setsid()  # so that it can be ended with the processes that it starts

@@ -270,8 +270,6 @@ def _staging_folder(place: Path) -> Iterator[Path]:
     The record moves first: it says which files belong to the model, so that one of which some are missing is known for one.
     config.json moves last: a folder without it does not load.
     """
-    from safetensors import SafetensorError
-
     moved: list[Path] = []
     try:
         with only_writer(place):
@@ -294,8 +292,6 @@ def _staging_folder(place: Path) -> Iterator[Path]:
                 shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise jsonio.cannot_write(place, error) from error
-    except SafetensorError as error:
-        raise jsonio.cannot_write(place, OSError(f"the weights could not be written ({error})")) from error
 
 
 def _move(staging: Path, place: Path, moved: list[Path]) -> None:
