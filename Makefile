@@ -4,7 +4,7 @@ BIN := .venv/bin
 MODEL := .cache/SmolLM2-135M-Instruct
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo check test lint clean
+.PHONY: install demo check test fuzz lint clean
 
 install: .venv/.installed
 
@@ -18,6 +18,12 @@ check: lint
 
 test: .venv/.installed-dev $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --durations 20
+
+# Bad input of every kind through every command, and kills; prints what was tried and answered rightly. CASES are of each kind.
+CASES ?= 200
+KILLS ?= 200
+fuzz: .venv/.installed-dev
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --kills $(KILLS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-# Before torch starts: some virtual machines show AMX but forbid it, and a bfloat16 product would end the process.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+from secateur.half import HALF, prepare_half
+
+# Some processors show AMX but forbid it: a product in half precision would end the process. Others need no trial.
+if "amx" in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""):
+    for dtype in HALF:
+        prepare_half(dtype)
 
 from secateur.model.loading import mend_torchvision
 

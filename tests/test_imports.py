@@ -15,6 +15,7 @@ FOLDERS = sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py"
 
 PLAIN = {
     "errors",
+    "half",
     "units",
     "tasks",
     "streams",

@@ -35,13 +35,14 @@ NO_MEASURE = sc.Cutting(measure=False)
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that would measure memory answers at once, by the length of the model's name."""
+    """The process that would measure memory answers at once, by the length of the model's name; none tries half precision."""
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         name = json.loads(command[-1])["name"]
         return subprocess.CompletedProcess(command, 0, json.dumps({"bytes": 1_000_000 + len(name)}), "")
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("secateur.model.loading.prepare_half", lambda dtype: None)
 
 
 def selected(units: tuple[sc.Unit, ...] = UNITS, model_digest: str = "", **settings: Any) -> sc.Selection:

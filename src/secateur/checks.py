@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import DataError, SettingError, not_one_of
+from secateur.errors import DataError, OutputError, SettingError, not_one_of
 from secateur.files.places import check_file, check_folder
 from secateur.selection import Selection
 from secateur.settings import BUILTIN, KNOWN_DATA, LAYOUTS, NONE, Job, Settings, plain_path
@@ -19,6 +19,8 @@ def check_prune(job: Job, out: Path | None) -> None:
     """Refuse a prune whose data are not there, or whose results have no place."""
     if out is not None:
         check_folder(out)
+        for data, option in ((job.settings.calibration, "--calibration"), (job.judging.data or "", "--data")):
+            check_outside(out, data, option)
     if job.cutting.repair and (out is None or job.settings.layout == NONE):
         raise SettingError(
             "There is nothing to repair: no smaller model is written without a place for it, or with --layout none."
@@ -30,6 +32,7 @@ def check_prune(job: Job, out: Path | None) -> None:
 def check_select(job: Job, out: Path) -> None:
     """Refuse a choice whose data are not there, or whose file cannot be written."""
     check_file(out, "selection.json")
+    check_outside(out, job.settings.calibration, "--calibration")
     check_data(job.settings.calibration, "--calibration")
 
 
@@ -45,6 +48,7 @@ def check_shrink(job: Job, out: Path, layout: str) -> None:
     if layout not in LAYOUTS:
         raise not_one_of("layout", layout, LAYOUTS)
     check_folder(out)
+    check_outside(out, job.settings.calibration, "--calibration")
     check_data(job.settings.calibration, "--calibration")
 
 
@@ -61,6 +65,15 @@ def cut_as(selection: Selection | None, data: str) -> dict[str, Any]:
     if made_with is None or made_with.settings.calibration != plain_path(data):
         return {}
     return {name: getattr(made_with.settings, name) for name in ("documents", "holdout")}
+
+
+def check_outside(out: Path, data: str, option: str) -> None:
+    """Refuse a place in a folder of data: what is written there would be read as data."""
+    if os.path.isdir(data) and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(data)):
+        raise OutputError(
+            f"{out} lies in {data}, which {option} names, and what is written there would be read as data; choose another "
+            "place with -o."
+        )
 
 
 def check_data(name: str, option: str) -> None:

@@ -14,8 +14,9 @@
 Each message is one sentence or two: what is wrong, where, and what to do. The command line prints it and exits with 2.
 """
 
+import contextlib
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 
 class SecateurError(Exception):
@@ -43,6 +44,29 @@ def first_line(error: BaseException) -> str:
         line = f"something in it is missing ({line})"
     line = line if len(line) <= 240 else line[:237] + "..."
     return line if line.endswith((".", "!", "?")) else line + "."
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on this machine or on a device."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+
+
+@contextlib.contextmanager
+def reasons(kind: type[SecateurError], what: str) -> Iterator[None]:
+    """While the block lasts, whatever another library raises becomes an error of a kind: what failed, and the library's reason.
+
+    >>> with reasons(DataError, "The image cannot be read"):
+    ...     image.load()
+    """
+    try:
+        yield
+    except SecateurError:
+        raise
+    except Exception as error:  # libraries raise all kinds, down to KeyError and ZeroDivisionError, of what they cannot use
+        if out_of_memory(error):
+            raise
+        raise kind(f"{what}: {first_line(error)}") from error
 
 
 class MissingExtra(SecateurError):

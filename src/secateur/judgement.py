@@ -27,6 +27,11 @@ class Evaluation:
     cosine: float | None = None  # of embeddings: the mean to the dense model's
 
     @property
+    def figures(self) -> set[str]:
+        """The names of the figures that its task has."""
+        return {name for name in self.__dataclass_fields__ if getattr(self, name) is not None}
+
+    @property
     def nonfinite_batches(self) -> int:
         return sum(not math.isfinite(loss) for loss in self.batch_losses)
 
@@ -62,6 +67,10 @@ class Judgement:
     forwards: int
     nonfinite_pulls: int
     goal: Reached | None = None
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1 or not self.dense.figures <= self.zeroed.figures or self.dense.perplexity == 0:
+            raise ValueError("it has no candidates, or the side without the units lacks a figure")
 
     @property
     def unit_ratio(self) -> float:

@@ -26,7 +26,7 @@ from secateur.data.load import load_batches
 from secateur.errors import OutputError, SelectionError
 from secateur.files import jsonio
 from secateur.files.journal import UNCHECKED, Journal, check_same_run
-from secateur.files.places import check_record_file
+from secateur.files.places import check_record_file, only_writer
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
@@ -322,20 +322,21 @@ def shrink_to(
     job = make_job(model, **shared_settings(chosen, settings))
     check_shrink(job, out, layout)
     check_cut_place(out)
-    opened, job = open_job(job, watcher)
-    check_selection(opened, chosen)
-    calibration = calibration_of(opened, job.settings, watcher)
-    check_cut(opened, job.cutting, len(calibration))
-    record = cut(
-        opened,
-        chosen,
-        out,
-        calibration=calibration,
-        layout=layout,
-        cutting=job.cutting,
-        tokens=job.settings.seq_len,
-        watcher=watcher,
-    )
+    with only_writer(out):
+        opened, job = open_job(job, watcher)
+        check_selection(opened, chosen)
+        calibration = calibration_of(opened, job.settings, watcher)
+        check_cut(opened, job.cutting, len(calibration))
+        record = cut(
+            opened,
+            chosen,
+            out,
+            calibration=calibration,
+            layout=layout,
+            cutting=job.cutting,
+            tokens=job.settings.seq_len,
+            watcher=watcher,
+        )
     return chosen, record
 
 

@@ -251,7 +251,7 @@ def text_of(content: bytes) -> Callable[[World, Path], list[object]]:
         (lambda world, place: ["--calibration", world.text / "train.txt"], "held-out"),
         (lambda world, place: ["--data", world.text / "train.txt"], r"train\.txt.*chose"),
         (lambda world, place: ["--calibration", world.images], "no text"),
-        (lambda world, place: ["--calibration", place], "no text"),
+        (lambda world, place: ["--calibration", empty_folder(world, place)], "no text"),
     ],
     ids=["empty", "shorter than a window", "not UTF-8", "the same file", "the same file in a folder", "images", "empty folder"],
 )

@@ -81,7 +81,7 @@ def test_images_that_are_used_many_times_are_prepared_once(world: World, split: 
     batches = load_batches(model, counting, data, SETTINGS["image"], split=split, size=10, keep=keep)
     for _ in range(3):
         list(batches)
-    assert counting.images == (10 if kept else 30)
+    assert counting.images == (10 if kept else 30 + 8)  # the model tries the first batch
 
 
 def test_a_text_longer_than_the_model_takes_is_refused(world: World) -> None:

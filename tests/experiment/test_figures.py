@@ -143,3 +143,8 @@ def test_a_figure_of_failed_runs_says_so_and_draws_no_bar(tmp_path: Path) -> Non
     fill(tmp_path / "store", "table8", of_run)
     (path,) = [p for p in draw(read_tables(tmp_path / "store"), tmp_path / "out") if p.name == "figure3.svg"]
     assert "4/5" in path.read_text() and "no valid run" in path.read_text()
+
+
+def test_a_name_that_is_no_formula_is_drawn_as_it_is(image_tables: list[Table], tmp_path: Path) -> None:
+    odd = [replace(table, cells=tuple(replace(cell, model=r"$\frac{$") for cell in table.cells)) for table in image_tables]
+    assert len(draw(odd, tmp_path / "odd")) == len(draw(image_tables, tmp_path / "plain"))

@@ -206,7 +206,11 @@ def test_a_file_says_what_was_written(tmp_path: Path) -> None:
     assert jsonio.read(tmp_path / "file.json") == {"a": [1, "inf", "ü"]}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"a": 1} more', b"[" * 100_000], ids=lambda content: content[:9])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe", b'{"a": 1} more', b"[" * 100_000, b'"\\ud800"'],
+    ids=lambda content: content[:9],
+)
 def test_a_file_that_is_no_json_is_a_value_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "file.json").write_bytes(content)
     with pytest.raises(ValueError):

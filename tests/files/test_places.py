@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from secateur.errors import OutputError
 from secateur.files import jsonio
-from secateur.files.places import check_file, check_folder, check_record_file
+from secateur.files.places import check_file, check_folder, check_record_file, only_writer
 from worlds import contents, one_sentence
 
 RECORD: dict[str, Any] = {"model": "gpt2", "selection": None, "data": "text/"}
@@ -148,3 +149,32 @@ def test_a_record_where_no_file_can_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as caught:
         check_record_file(tmp_path, RECORD)
     one_sentence(caught, tmp_path)
+
+
+def test_a_folder_has_one_writer_who_may_go_in_again(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    refused: list[str] = []
+
+    def another() -> None:
+        try:
+            with only_writer(tmp_path / "out"):
+                pass
+        except OutputError as error:
+            refused.append(str(error))
+
+    with only_writer(tmp_path / "out"), only_writer(tmp_path / "out"):
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1 and "Another run" in refused[0] and str(tmp_path / "out") in refused[0]
+    assert not (tmp_path / "out").exists()  # nothing was written
+    another()
+    assert len(refused) == 1
+
+
+def test_a_folder_that_was_there_or_that_was_written_to_stays(tmp_path: Path) -> None:
+    with only_writer(tmp_path):
+        pass
+    with only_writer(tmp_path / "new"):
+        (tmp_path / "new" / "file").touch()
+    assert (tmp_path / "new" / "file").exists()

@@ -15,8 +15,9 @@ from torch import nn
 from secateur.cut.checkpoint import load_shrunk, save_shrunk
 from secateur.cut.surgery import shrink
 from secateur.errors import ModelError, UnsupportedModel
+from secateur.files.sentences import sentence_modules, sentence_pooling
 from secateur.model.families import anatomy, task_of
-from secateur.model.loading import load, load_model, load_shapes, sentence_modules, sentence_pooling
+from secateur.model.loading import load, load_model, load_shapes
 from secateur.model.losses import embeddings
 from secateur.model.shrunk import HINT, layout_of
 from secateur.units import HEAD, MLP, Unit

@@ -5,51 +5,37 @@ Results go to standard output, progress and errors to standard error.
 
 from __future__ import annotations
 
+import codecs
 import importlib.metadata
+import json
 import os
+import platform
+import shlex
 import signal
 import sys
+import tempfile
+import traceback
 import warnings
-from typing import Annotated, NoReturn, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
+# The rest is imported when main runs, which knows what to do if it is interrupted.
+from secateur.errors import SecateurError, first_line, out_of_memory
 
-from secateur.cli import commands, experiment
-from secateur.cli.display import stderr
-from secateur.cli.options import Command, check_not_empty, with_new_names
-from secateur.errors import SecateurError
+if TYPE_CHECKING:
+    import typer
 
-COMMANDS: tuple[Command, ...] = (
-    commands.prune,
-    commands.select,
-    commands.shrink,
-    commands.measure,
-    commands.evaluate,
-    commands.units,
-    commands.bench,
-    experiment.grid,
-    experiment.compare,
-    experiment.tables,
-    experiment.figures,
-)
 RESUMABLE = ("prune", "select", "shrink", "grid")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"secateur {importlib.metadata.version('secateur')}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None: ...
+UNFORESEEN = 70  # the exit code of an error that no one foresaw
+LONGEST = 1000  # characters of a message
 
 
 def make_app() -> typer.Typer:
     """The command line."""
+    import typer
+
+    from secateur.cli import commands, experiment
+
     app = typer.Typer(
         name="secateur",
         help="Prune attention heads and MLP channel groups of a pretrained transformer, chosen by measured damage.",
@@ -58,51 +44,116 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback(epilog="Example: secateur prune HuggingFaceTB/SmolLM2-135M --ratio 0.05 --calibration wikitext2 -o out/")(
-        _root
-    )
-    for command in COMMANDS:
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(f"secateur {importlib.metadata.version('secateur')}")
+            raise typer.Exit
+
+    def root(
+        version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=print_version),
+    ) -> None: ...
+
+    app.callback(epilog="Example: secateur prune HuggingFaceTB/SmolLM2-135M --ratio 0.05 --calibration wikitext2 -o out/")(root)
+    for command in (*commands.COMMANDS, *experiment.COMMANDS):
         app.command()(command.for_typer())
     return app
 
 
 def main() -> NoReturn:
     """Run the command line. A user's error becomes one sentence and exit code 2, never a traceback."""
+    stopped: list[int] = []  # the signals that asked to end
+
+    def stop(number: int, frame: Any) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    arguments = with_new_names(sys.argv[1:] or ["--help"], stderr.print)
+    _mend_streams()
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        check_not_empty(arguments)
-        code = make_app()(args=arguments, standalone_mode=False)
-        sys.stdout.flush()
+        code = _run(arguments)
+    except KeyboardInterrupt:
+        code = 130
     except SecateurError as error:
         _fail(str(error), 2)
     except BrokenPipeError:
-        _silence(sys.stdout)
+        _silence_stdout()
         raise SystemExit(1) from None
-    except OSError as error:
-        _silence(sys.stdout)
-        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.", 2)
     except Exception as error:
-        if isinstance(error, RuntimeError) and "out of memory" in str(error):
-            _fail("The device ran out of memory: try a smaller --batch-size, --seq-len or --cache-memory.", 2)
-        if not hasattr(error, "format_message"):
-            raise
-        message = error.format_message().rstrip(".")
-        _fail(f"{message}. See secateur --help.", 2)  # the parser's own: a missing or unknown option
+        if not stopped:  # else a library made something else of the interruption, as some do while they are imported
+            _fail_of(error, arguments)
+        code = 130
     if code == 130:
         _fail("Stopped." + (" The same command goes on from here." if arguments[0] in RESUMABLE else ""), 130)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _silence(stream: TextIO) -> None:
-    """Redirect a stream that cannot be written to nowhere, so that Python does not try again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _run(arguments: Sequence[str]) -> Any:
+    """Run a command and return its exit code, if it has one."""
+    from secateur.cli.display import stderr
+    from secateur.cli.options import check_arguments, with_new_names
+
+    arguments = with_new_names(arguments, stderr.print)
+    check_arguments(arguments)
+    code = make_app()(args=arguments, standalone_mode=False)
+    sys.stdout.flush()
+    return code
+
+
+def _fail_of(error: Exception, arguments: Sequence[str]) -> NoReturn:
+    """One sentence about an error that is not Secateur's own."""
+    if isinstance(error, OSError):
+        _silence_stdout()
+        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.", 2)
+    if out_of_memory(error):
+        _fail("There is no memory left: try a smaller --batch-size, --seq-len or --cache-memory.", 2)
+    if hasattr(error, "format_message"):  # the parser's own: a missing or unknown option
+        _fail(f"{error.format_message().rstrip('.')}. See secateur --help.", 2)
+    try:
+        handle, path = tempfile.mkstemp(prefix="secateur-", suffix=".txt")
+        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            version = importlib.metadata.version("secateur")
+            file.write(f"secateur {version}, Python {platform.python_version()}, {platform.platform()}\n")
+            file.write(f"secateur {shlex.join(arguments)}\n\n{''.join(traceback.format_exception(error))}")
+        place = f" The full report is in {path}; please send it to the maintainers."
+    except OSError:
+        place = " There is no room for a report."
+    _fail(f"Something went wrong that no one foresaw ({type(error).__name__}): {first_line(error)}{place}", UNFORESEEN)
+
+
+def _mend_streams() -> None:
+    """Let a stream that is closed lead nowhere, and one that cannot write a character write its number, as JSON has it."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+        elif hasattr(stream, "reconfigure"):
+            codecs.register_error("escape", _escaped)
+            stream.reconfigure(errors="escape")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What to write in place of characters that a stream's encoding does not have, and where to go on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def _silence_stdout() -> None:
+    """Redirect standard output, which cannot be written, to nowhere, so that Python does not try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    stderr.print(f"error: {message}")
+    from secateur.cli.display import stderr
+
+    line = " ".join(message.splitlines())
+    stderr.print(f"error: {line if len(line) <= LONGEST else line[: LONGEST - 3] + '...'}")
     raise SystemExit(code)

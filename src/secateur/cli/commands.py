@@ -285,3 +285,6 @@ def bench(
     stdout.print(markdown(rows))
     if json_file:
         jsonio.write(json_file, {"rows": [row.to_json() for row in rows]})
+
+
+COMMANDS = (prune, select, shrink, measure, evaluate, units, bench)

@@ -127,8 +127,8 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
         if judged:
             percent = key == "perplexity"
             change = judged.changes.get("ppl_change_percent" if percent else f"delta_{key}")
-            row += [_number(values["zeroed"][key]), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        table.add_row(*row, *([_number(values["checkpoint"][key])] if "checkpoint" in values else []))
+            row += [_number(values["zeroed"].get(key)), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
+        table.add_row(*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else []))
     stdout.print(table)
     if judged:
         _show_judged(judged, cut)
@@ -230,7 +230,7 @@ def show_forecast(forecast: Forecast) -> None:
 
 
 def _number(value: Any) -> str:
-    return f"{value}" if isinstance(value, int) else f"{float(value):.4f}"
+    return "" if value is None else f"{value}" if isinstance(value, int) else f"{float(value):.4f}"
 
 
 def _signed(value: float | None, form: str, sign: str) -> str:

@@ -241,3 +241,6 @@ def figures(
 
     written = draw(read_tables(store, stderr.print), out)
     stdout.print("Written: " + ", ".join(str(path) for path in written))
+
+
+COMMANDS = (grid, compare, tables, figures)

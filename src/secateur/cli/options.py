@@ -164,9 +164,11 @@ def repair_of(repair: bool, form: str) -> dict[str, str]:
     return {"repair": named} if repair else {}
 
 
-def check_not_empty(arguments: Sequence[str]) -> None:
-    """Refuse an empty name of a file or folder: it would be taken for the current folder."""
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse an empty name of a file or folder, which would be taken for the current folder, and one that is not UTF-8."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise SettingError(f"The argument {argument!r} is not text in UTF-8: rename the file or folder.")
         flag, equals, value = argument.partition("=")
         empty_after = not argument and (before in PATHS or not before.startswith("-"))
         if empty_after or (equals and not value and flag in PATHS):

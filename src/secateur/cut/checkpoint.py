@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,18 +22,40 @@ from secateur.cut.proof import prove
 from secateur.cut.record import CARD, FORMAT, RECORD, CutRecord, changed_files, model_card, read_record, written_files
 from secateur.cut.repair import check_repairable, repair as repair_model
 from secateur.cut.surgery import shrink
-from secateur.errors import ModelError, OutputError, ProofError, SelectionError, first_line
+from secateur.errors import ModelError, OutputError, ProofError, SelectionError, reasons
 from secateur.files import jsonio
+from secateur.files.places import only_writer
+from secateur.files.sentences import sentence_modules
 from secateur.model.accounting import total_parameters
 from secateur.model.families import family_of, task_of
-from secateur.model.loading import Opened, load_model, sentence_modules, stored_dtype, timm_arguments, versions
+from secateur.model.loading import Opened, load_model, stored_dtype, timm_arguments, versions
 from secateur.model.losses import Batch
-from secateur.model.shrunk import layout_of
+from secateur.model.shrunk import CODE, layout_of
 from secateur.selection import Selection
 from secateur.settings import FREE, UNIFORM, Cutting
 from secateur.watcher import Watcher
 
 PROOF_BATCHES = 2
+WRITTEN = (  # by transformers, timm and sentence-transformers, besides the weights
+    "config.json",
+    "generation_config.json",
+    f"{CODE}.py",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
 ASIDE = ".changed"  # after the name of a file that is kept in place of being overwritten
 
 
@@ -66,7 +87,7 @@ def save_shrunk(
     if dtype is not None and next(small.parameters()).dtype != dtype:
         small = copy.deepcopy(small).to(dtype)
     with _staging_folder(place) as staging:
-        with _write_errors(place):
+        with reasons(OutputError, f"Cannot write the model to {place}"):
             if hasattr(small, "config"):
                 with _without_sampling_settings(small):
                     small.save_pretrained(staging, max_shard_size=max_shard_size)  # type: ignore[operator]
@@ -231,9 +252,9 @@ def other_cut(folder: Path) -> OutputError:
 
 
 def refuse_model(folder: Path) -> None:
-    """Refuse a folder that already holds a model, a model card or a record."""
+    """Refuse a folder that already holds a model, a file of the name of one of a model's, a model card or a record."""
     existing = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    existing += [folder / name for name in ("config.json", CARD, RECORD) if (folder / name).exists()]
+    existing += [folder / name for name in (CARD, RECORD, *WRITTEN) if (folder / name).exists()]
     if existing:
         raise _not_overwritten(existing[0])
 
@@ -249,73 +270,43 @@ def _staging_folder(place: Path) -> Iterator[Path]:
     The record moves first: it says which files belong to the model, so that one of which some are missing is known for one.
     config.json moves last: a folder without it does not load.
     """
-    from safetensors import SafetensorError
-
-    new, only = not place.exists(), None
     moved: list[Path] = []
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        only = _only_writer(place)
-        for leftover in place.glob(".writing-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # left by a process that was killed
-        staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
-        try:
-            yield staging
-            for weights in staging.glob("*.safetensors"):
-                shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
-            order = {RECORD: -1, "config.json": 1}
-            files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
-            for path in files:
-                if (place / path.name).exists():
-                    raise _not_overwritten(place / path.name)
-                for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
-                    with open(written, "rb") as file:
-                        os.fsync(file.fileno())
-            for path in files:
-                moved.append(place / path.name)
-                os.replace(path, place / path.name)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    except BaseException as error:
-        for path in moved:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            cause = error if isinstance(error, OSError) else OSError(f"the weights could not be written ({error})")
-            raise jsonio.cannot_write(place, cause) from error
-        raise
-    finally:
-        if only is not None:
-            os.close(only)
-        if new:
-            with contextlib.suppress(OSError):
-                place.rmdir()  # fails, as it should, if files were written
+        with only_writer(place):
+            for leftover in place.glob(".writing-*"):
+                shutil.rmtree(leftover, ignore_errors=True)  # left by a process that was killed
+            staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=place))
+            try:
+                yield staging
+                for weights in staging.glob("*.safetensors"):
+                    shutil.copymode(staging / RECORD, weights)  # safetensors makes files that only their owner can read
+                _move(staging, place, moved)
+            except BaseException:
+                for path in moved:
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
+                raise
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise jsonio.cannot_write(place, error) from error
 
 
-def _only_writer(folder: Path) -> int | None:
-    """A lock on the folder, which lasts until it is closed or the process ends; an error if another process has it."""
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise OutputError(f"Another run is writing a model to {folder} now; wait for it, or choose another -o.") from error
-    return lock
-
-
-@contextlib.contextmanager
-def _write_errors(place: Path) -> Iterator[None]:
-    """Turn the errors of a library that cannot write a model into an OutputError."""
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise OutputError(f"The model cannot be written to {place}: {first_line(error)}") from error
+def _move(staging: Path, place: Path, moved: list[Path]) -> None:
+    """Move the files of a model to their place once all of them are on the disk; `moved` gets each before it is moved."""
+    order = {RECORD: -1, "config.json": 1}
+    files = sorted(staging.iterdir(), key=lambda path: order.get(path.name, 0))
+    for path in files:
+        if (place / path.name).exists():
+            raise _not_overwritten(place / path.name)
+        for written in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
+            with open(written, "rb") as file:
+                os.fsync(file.fileno())
+    for path in files:
+        moved.append(place / path.name)
+        os.replace(path, place / path.name)
 
 
 @contextlib.contextmanager

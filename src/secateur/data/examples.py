@@ -20,7 +20,7 @@ from torch import Tensor
 
 from secateur.data.batches import Batches, check_counts, digest, digest_file, has_splits, part_of
 from secateur.data.overlap import text_marks
-from secateur.data.texts import documents_of, is_held_out, split_files, too_few, windows
+from secateur.data.texts import documents_of, is_held_out, is_text, split_files, too_few, windows
 from secateur.errors import DataError, MissingExtra, SettingError, first_line
 from secateur.model.losses import IGNORED
 from secateur.selection import Source
@@ -184,11 +184,11 @@ def _read_table(path: Path) -> Iterator[Example]:
     """The rows of a file of records with a `text`."""
     for number, fields in enumerate(_records(path), 1):
         text = fields.get("text") if isinstance(fields, dict) else None
-        if not isinstance(text, str):
+        if not is_text(text):
             raise DataError(f'Row {number} of {path} has no "text".')
         if text.strip():
             pair, label = fields.get("text_pair"), fields.get("label")
-            yield Example(text, pair if isinstance(pair, str) else None, label if isinstance(label, int | str) else None)
+            yield Example(text, pair if is_text(pair) else None, label if isinstance(label, int | str) else None)
 
 
 def _records(path: Path) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secateur.data.batches import SPLITS, Batches, check_counts, digest_file, has_splits
 from secateur.data.overlap import image_mark
-from secateur.errors import DataError, first_line
+from secateur.errors import DataError, first_line, reasons
 from secateur.model.losses import Batch
 from secateur.selection import Source
 from secateur.streams import DATA, stream
@@ -95,7 +95,9 @@ class ImageItems(Sequence[Batch]):
         if index in self.kept:
             return self.kept[index]
         group = self.groups[index]
-        batch = {"pixel_values": self.preprocess([open_image(path) for path, _ in group])}
+        images = [open_image(path) for path, _ in group]
+        with reasons(DataError, f"The images from {group[0][0]} on cannot be preprocessed as the model's files ask"):
+            batch = {"pixel_values": self.preprocess(images)}
         labels = [label for _, label in group if label is not None]
         batch |= {"labels": torch.tensor(labels)} if labels else {}
         if self.keep:

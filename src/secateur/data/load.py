@@ -13,9 +13,9 @@ from secateur.data.batches import Batches
 from secateur.data.examples import example_batches, masked_batches
 from secateur.data.images import ImageItems, image_batches
 from secateur.data.texts import text_batches
-from secateur.errors import DataError, ModelError, SettingError
+from secateur.errors import DataError, ModelError, SettingError, reasons
 from secateur.model.families import context_of, task_of
-from secateur.model.losses import REFERENCE, Batch, evaluating, reference_of
+from secateur.model.losses import REFERENCE, Batch, evaluating, outputs, reference_of
 from secateur.settings import BUILTIN, DISTANCE, LABELS, Settings
 from secateur.tasks import IMAGE, MASKED, TASKS, TEXT, TEXT_CLASSES
 
@@ -31,7 +31,14 @@ def load_batches(
     assert batch_size is not None  # set by Settings.for_task
     limit = min(size, most * batch_size) if most else size
     read = _read_texts if TASKS[task_of(model)].inputs == TEXT else _read_images
-    batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep)
+    with reasons(DataError, f"The data {name!r} ({split}) cannot be read for this model"):
+        batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep)
+    with (
+        reasons(ModelError, f"The model cannot compute the data {name!r} ({split})"),
+        torch.inference_mode(),
+        evaluating(model),
+    ):
+        outputs(model, batches[0])
     labelled = has_labels(batches)
     if settings.loss == LABELS and not labelled:
         raise DataError(f"The data {name!r} ({split}) have no labels for a model for {task_of(model)}; use --loss distance.")
@@ -139,4 +146,11 @@ def class_names(model: nn.Module) -> list[str]:
     """The names of a classifier's outputs, in order; numbers if it has no names."""
     network: Any = model
     names = getattr(getattr(network, "config", None), "id2label", None)
-    return [str(names[i]) for i in range(len(names))] if names else [str(i) for i in range(network.num_classes)]
+    if not names:
+        return [str(i) for i in range(network.num_classes)]
+    if missing := [i for i in range(len(names)) if i not in names]:
+        raise ModelError(
+            f"The config.json of the model names {len(names)} classes in its id2label, but not the one with the number "
+            f"{missing[0]}: mend the config, or use --loss distance."
+        )
+    return [str(names[i]) for i in range(len(names))]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -369,11 +369,16 @@ def _read_texts(path: Path, json_lines: bool) -> Iterator[str]:
 def _json_text(path: Path, number: int, line: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
-    if not isinstance(text, str):
+    if not is_text(text):
         raise DataError(f'Line {number} of {path} is not a JSON object with a "text".')
     return text.rstrip("\r\n")
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Whether a value is text that can be written: JSON can also hold halves of characters, such as "\\ud800"."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def _read_parquet(path: Path) -> Iterator[str]:

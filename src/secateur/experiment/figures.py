@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from secateur.errors import MissingExtra
+from secateur.errors import MissingExtra, StoreError, reasons
 from secateur.experiment.paper import paper_row, spread_of
 from secateur.experiment.store import Cell, Record, Table, cells_of, slug
 from secateur.files import jsonio
@@ -29,6 +29,7 @@ FORMATS = ("svg", "png")
 BUDGETS = {"pulls_per_step", "batches_per_pull", "score_batches", "budget"}  # settings whose values are other costs
 LOG_FROM = 4  # the largest value of a setting over its smallest, from which on the axis is logarithmic
 STYLE = {
+    "text.parse_math": False,  # a name with dollar signs is no formula
     "svg.hashsalt": "secateur",
     "font.size": 9,
     "axes.spines.top": False,
@@ -60,17 +61,21 @@ def draw(tables: Sequence[Table], folder: Path) -> list[Path]:
         from matplotlib import pyplot
     except ImportError as error:
         raise MissingExtra("matplotlib", "experiment", "Drawing figures") from error
-    written = []
+    written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         for name, paint in _figures(tables):
-            picture = paint(pyplot)
-            for form in FORMATS:
-                data = io.BytesIO()
-                metadata = {"Date": None} if form == "svg" else {"Software": None}  # so that equal results give equal bytes
-                picture.savefig(data, format=form, dpi=160, bbox_inches="tight", metadata=metadata)
-                written.append(folder / f"{name}.{form}")
-                jsonio.write_bytes(written[-1], data.getvalue())
-            pyplot.close(picture)
+            drawn = {}
+            with reasons(StoreError, f"The figure {name} cannot be drawn"):
+                picture = paint(pyplot)
+                for form in FORMATS:
+                    data = io.BytesIO()
+                    metadata = {"Date": None} if form == "svg" else {"Software": None}  # so that equal results give equal bytes
+                    picture.savefig(data, format=form, dpi=160, bbox_inches="tight", metadata=metadata)
+                    drawn[folder / f"{name}.{form}"] = data.getvalue()
+                pyplot.close(picture)
+            for path, content in drawn.items():
+                jsonio.write_bytes(path, content)
+            written += drawn
     return written
 
 

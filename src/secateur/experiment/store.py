@@ -7,7 +7,6 @@ noticed. `read_tables` returns the records arranged in the tables that the grids
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -116,6 +115,7 @@ class Store:
             lines, torn = self._lines.read()
             self.records = _parse(self._lines.path, lines)
             if torn:
+                _check_torn(self._lines.path, torn)
                 self._lines.drop(torn)
                 say(f"The last line of {self._lines.path} was torn and has been removed; its run will be done again.")
         except BaseException:
@@ -165,6 +165,13 @@ def read_store(folder: Path, say: Say = lambda sentence: None) -> tuple[dict[str
     return records, plans
 
 
+def _check_torn(path: Path, torn: bytes) -> None:
+    """Refuse to cut off a last line that no killed grid left."""
+    beginning = b'{"format": '
+    if not torn.startswith(beginning) and not beginning.startswith(torn):
+        raise StoreError(f"{path} is not a store of Secateur's: its last line is no record. Choose another one with -o.")
+
+
 def _parse(path: Path, lines: list[bytes]) -> dict[str, Record]:
     """The records by key; of two records of one run, the later."""
     records = {}
@@ -172,9 +179,9 @@ def _parse(path: Path, lines: list[bytes]) -> dict[str, Record]:
         place = f"Line {number} of {path}"
         damaged = f"{place} is not a record written by Secateur, or is damaged; delete that line to do its run again."
         try:
-            fields = json.loads(line)
+            fields = jsonio.loads(line)
             version, seal = fields["format"], fields["digest"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise StoreError(damaged) from error
         if version != FORMAT:
             raise StoreError(
@@ -207,6 +214,10 @@ class PlannedCell:
     ratio: float
     vary: dict[str, Any]
     runs: dict[str, dict[str, str]]
+
+    def __post_init__(self) -> None:
+        if any(seed != EVERY and not seed.isdecimal() for runs in self.runs.values() for seed in runs):
+            raise ValueError("a seed of it is not a number")
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,10 @@ class Journal:
                 self._lines.drop(torn)  # a new journal, or the run died while writing the first line
                 self._header = {"settings": settings}
                 return []
-            header, *records = [json.loads(line) for line in lines]
+            header, *records = [jsonio.loads(line) for line in lines]
             recorded = dict(header["settings"])
             self.checked = any(isinstance(record, dict) and CHECKSUM in record for record in (header, *records))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise OutputError(
                 f"{self.path} is not a journal written by Secateur, or is damaged; move it away or choose another -o."
             ) from error

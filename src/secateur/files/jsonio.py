@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,10 +52,19 @@ def decode(fields: Any, kind: type[T]) -> T:
 
 def read(path: Path) -> Any:
     """The content of a JSON file. Raises OSError if the file cannot be read, ValueError if it is not JSON."""
+    return loads(read_bytes(path))
+
+
+def loads(data: bytes) -> Any:
+    """The value that JSON in UTF-8 holds; a ValueError if it holds none, or one that could not be written again."""
+    text = data.decode("utf-8")
     try:
-        return json.loads(read_text(path))
+        value = json.loads(text)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(value, ensure_ascii=False).encode()  # halves of characters, such as "\ud800", cannot be
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    return value
 
 
 def read_text(path: Path) -> str:

@@ -107,7 +107,7 @@ def open_model(name: str, *, device: str = "auto", dtype: str = "float32", trust
             parameter.normal_(0, 0.02, generator=generator)
         for buffer in model.buffers():
             buffer.zero_()
-    return model.to(device=resolve_device(device), dtype=DTYPES[dtype])
+    return model.to(device=resolve_device(device, dtype), dtype=DTYPES[dtype])
 
 
 def bench(

@@ -26,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of
+from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of, reasons
+from secateur.files import jsonio
+from secateur.files.sentences import sentence_modules, sentence_pooling
 from secateur.files.weights import shards_of
+from secateur.half import prepare_half
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
 from secateur.tasks import TASKS, TEXT
@@ -37,14 +40,8 @@ DEVICES = ("cpu", "cuda", "mps")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
 MOST_BLOCKS = 1000
+LARGEST_SIDE = 10_000  # pixels of a preprocessed image
 IMPLEMENTATIONS = ("eager", "sdpa", "grouped_mm", "batched_mm")  # of attention and of experts, that need no download
-OLD_POOLING = {  # switches in older sentence-transformers folders; the length of an embedding does not matter here
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 
 
 def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
@@ -56,7 +53,8 @@ def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remot
     """
     model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     if not hasattr(model, "config"):
-        return model, _timm_processor(model)
+        with reasons(ModelError, f"timm cannot preprocess images as the model {name} asks"):
+            return model, _timm_processor(model)
     return model, _processor(_transformer_place(name), TASKS[task_of(model)].inputs, trust_remote_code)
 
 
@@ -93,22 +91,28 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None, tru
     """Load the model alone; without a dtype, in the dtype of the checkpoint."""
     if dtype is not None and dtype not in DTYPES:
         raise not_one_of("dtype", dtype, DTYPES)
-    resolved = resolve_device(device)
+    resolved = resolve_device(device, dtype)
     mend_torchvision()
-    if name.startswith(TIMM) or _is_timm_folder(Path(name)):
-        model = _timm_model(name, pretrained=True)
-        model = model.to(DTYPES[dtype]) if dtype else model
-    else:
-        model = _load_transformers(name, DTYPES[dtype] if dtype else "auto", trust_remote_code)
-        if pooling := sentence_pooling(name):
-            network: Any = model
-            network.pooling = pooling  # how texts become embeddings (model/losses.py)
-    family_of(model)
+    with reasons(ModelError, f"Cannot load the model {name}"):
+        if name.startswith(TIMM) or _is_timm_folder(Path(name)):
+            model = _timm_model(name, pretrained=True)
+            model = model.to(DTYPES[dtype]) if dtype else model
+        else:
+            model = _load_transformers(name, DTYPES[dtype] if dtype else "auto", trust_remote_code)
+            if pooling := sentence_pooling(name):
+                network: Any = model
+                network.pooling = pooling  # how texts become embeddings (model/losses.py)
+        family_of(model)
     return model.to(resolved).eval()  # not to the dtype: transformers keeps rotary tables in float32 on purpose
 
 
 def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     """The model on the meta device: its shapes without its weights, made from a config alone."""
+    with reasons(ModelError, f"Cannot make the model {name} from its config"):
+        return _load_shapes(name, trust_remote_code)
+
+
+def _load_shapes(name: str, trust_remote_code: bool) -> nn.Module:
     known = json.loads(KNOWN_MODELS.read_text(encoding="utf-8"))
     mend_torchvision()
     if name.startswith(TIMM) or _is_timm_folder(Path(name)):
@@ -164,8 +168,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
-def resolve_device(device: str) -> torch.device:
-    """The device of this name, tried out; "auto" is a GPU if there is one."""
+def resolve_device(device: str, dtype: str | None = None) -> torch.device:
+    """The device of this name, tried out, on a CPU also in a dtype; "auto" is a GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")
@@ -179,6 +183,8 @@ def resolve_device(device: str) -> torch.device:
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError) as error:
         raise SettingError(f"The device {device!r} cannot be used here: {first_line(error)} Try --device cpu.") from error
+    if dtype is not None and resolved.type == "cpu":
+        prepare_half(dtype)
     return resolved
 
 
@@ -226,37 +232,6 @@ def asking_hub() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = previous
-
-
-def sentence_modules(name: str) -> list[tuple[str, str]]:
-    """The modules of a sentence-transformers folder, each as its kind and its folder inside; none for any other folder."""
-    try:
-        listed = json.loads((Path(name) / "modules.json").read_text(encoding="utf-8"))
-        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"The modules.json in {name} is not one of sentence-transformers: {first_line(error)}") from error
-    root = Path(name).resolve()
-    if outside := [path for _, path in modules if not (root / path).resolve().is_relative_to(root)]:
-        raise ModelError(f"The modules.json in {name} names a folder outside it ({outside[0]}); the model is not loaded.")
-    return modules
-
-
-def sentence_pooling(name: str) -> str | None:
-    """How a sentence-transformers folder makes one embedding of a text's tokens; None for any other folder."""
-    folder = next((path for kind, path in sentence_modules(name) if kind == "Pooling"), None)
-    if folder is None:
-        return None
-    try:
-        fields = json.loads((Path(name) / folder / "config.json").read_text(encoding="utf-8"))
-        switched_on = [key for key, value in fields.items() if key.startswith("pooling_mode_") and value is True]
-        mode = fields.get("pooling_mode") or " and ".join(OLD_POOLING.get(key, key) for key in switched_on) or "mean"
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"The pooling of {name} cannot be read from {folder}/config.json: {first_line(error)}") from error
-    if mode not in ("mean", "cls", "max", "lasttoken"):
-        raise ModelError(f"The sentence-transformers folder {name} pools by {mode!r}, which Secateur does not know.")
-    return str(mode)
 
 
 def _transformer_place(name: str) -> str:
@@ -395,7 +370,18 @@ def _processor(name: str, inputs: str, trust_remote_code: bool) -> Any:
             return tokenizer
         # Always the PIL backend: the backends differ in the last bits of a resized image.
         images = transformers.AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
+        for field in ("size", "crop_size", "pad_size"):
+            _check_sides(name, dict(getattr(images, field, None) or {}).values())
         return ImageProcessor(images)
+
+
+def _check_sides(name: str, sides: Iterable[Any]) -> None:
+    """Refuse to make images so large that they would take all memory."""
+    for side in sides:
+        if isinstance(side, int | float) and side > LARGEST_SIDE:
+            raise ModelError(
+                f"The model {name} asks for images of {side:,} pixels on a side, and at most {LARGEST_SIDE:,} are made."
+            )
 
 
 def _shrunk_kind(auto: Any, config: Any) -> Any:
@@ -446,6 +432,7 @@ def _config(name: str, trust_remote_code: bool) -> Any:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     _check_implementations(name, config)
     _check_size(name, config)
+    _check_dtype(name, config)
     tower = getattr(config, "vision_config", None)
     if config.model_type in ("clip", "siglip") and tower is not None:
         tower.architectures = []
@@ -459,6 +446,16 @@ def _check_size(name: str, config: Any) -> None:
     blocks = sum(depths) if isinstance(depths, list) else getattr(config, "num_hidden_layers", 0)
     if isinstance(blocks, int) and blocks > MOST_BLOCKS:
         raise ModelError(f"The config.json in {name} says that it has {blocks:,} blocks; at most {MOST_BLOCKS:,} are taken.")
+
+
+def _check_dtype(name: str, config: Any) -> None:
+    """Refuse a config whose weights are said to be anything but real numbers: nothing could be written in that dtype."""
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ModelError(
+            f"The config.json in {name} says that its weights have the dtype {str(dtype).removeprefix('torch.')}, which is "
+            "none of real numbers; mend it, or give the model before it was quantised."
+        )
 
 
 def _check_implementations(name: str, config: Any) -> None:
@@ -517,7 +514,7 @@ def _is_timm_folder(folder: Path) -> bool:
 def _timm_fields(folder: Path) -> dict[str, Any]:
     """The fields of a folder's config.json; empty if it cannot be read."""
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = jsonio.read(folder / "config.json")
     except (OSError, ValueError):
         return {}
     return fields if isinstance(fields, dict) else {}
@@ -584,5 +581,7 @@ def _timm_processor(model: nn.Module) -> Callable[[list[Any]], Tensor]:
     """A function from images to pixel values, with timm's transform for the model."""
     from timm import data
 
-    transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
+    config = data.resolve_model_data_config(model)
+    _check_sides("of timm", config["input_size"])
+    transform = data.create_transform(**config, is_training=False)
     return lambda images: torch.stack([transform(image) for image in images])
