@@ -168,7 +168,7 @@ def test_settings_that_a_method_does_not_use_make_no_second_run(world: World, tm
         (("pulls_per_step = 4", "pulls_per_step = 0"), "pulls.*0"),
         (("pulls_per_step = 4", "keep_params = 0.8"), "ratio.*goal"),
         (("pulls_per_step = 4", 'documents = "line"'), "documents.*'line'.*'lines'"),
-        (("pulls_per_step = 4", 'loss = "mine:loss"'), "loss.*'mine:loss'.*labels, distance or both"),
+        (("pulls_per_step = 4", 'loss = "mine:loss"'), "loss.*'mine:loss'.*labels or distance"),
         (("pulls_per_step = 4", 'holdout = 0.1\ndata = ["other"]'), "'data'"),
         (("ratios = [0.3]", 'ratios = [0.3]\ndata = ["other"]\nucb = { holdout = 0.1 }'), "'other'.*--holdout"),
         (('number = "4"', 'number = "4"\nucb = { documents = "lines" }'), "alike.*documents"),

@@ -239,8 +239,8 @@ def test_runs_that_are_missing_are_told_from_those_that_failed() -> None:
 
 def test_costs_have_a_row_for_the_runs_of_a_method_however_many_tables_share_them(tmp_path: Path) -> None:
     def of_run(record: Record, cell: Cell, method: str, i: int) -> Record:
-        record = judged(record, dense={"top1": 0.8, "top5": 0.9}, pulls=10 * len(method))
-        record = judged(record, zeroed={"top1": 0.79 - 0.01 * i, "top5": 0.9})
+        sides = {"dense": {"top1": 0.8, "top5": 0.9}, "zeroed": {"top1": 0.79 - 0.01 * i, "top5": 0.9}}
+        record = judged(record, pulls=10 * len(method), **sides)
         counted = method in ("greedy", "ucb", "magnitude")  # the others are older records
         return replace(record, passes=(100.0 + i) * len(method), pass_flops=2e10) if counted else record
 

@@ -229,7 +229,7 @@ def _connect(address: str) -> Any:
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             else:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # a node that does not start in time is a bare one
         raise SettingError(
             f"No Ray cluster answers at {address!r}: {first_line(error)} Start one with `ray start --head`, or use --ray local."
         ) from error
