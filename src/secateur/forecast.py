@@ -20,7 +20,7 @@ from secateur.model.losses import device_of
 from secateur.search.choose import meter_of
 from secateur.search.damage import DamageMeter, default_lanes, free_memory
 from secateur.search.goals import Count
-from secateur.search.scores import unit_scores
+from secateur.search.scores import channel_orders, unit_scores
 from secateur.search.select import Asked, Measured, Screen, select
 from secateur.selection import Pull
 from secateur.settings import NONE, Cutting, Job, Judging, Machine, Settings, keywords, make_job
@@ -89,7 +89,7 @@ def forecast_of(
     watcher.stage("measuring a few pulls")
     removed = _removed(opened, job.settings, units, watcher)
     choosing, runs, pool = _choosing(opened, calibration, job, units, removed)
-    seconds = {"loading": loading, "choosing": choosing}
+    seconds = {"loading": loading, "choosing": choosing + _grouping_seconds(opened, calibration, job.settings)}
     if evaluation:
         seconds["evaluating"] = _batch_seconds(opened, evaluation) * len(evaluation) * (3 if cuts else 2)
     more = ["measuring what units cost"] if job.settings.keep_latency else []
@@ -119,6 +119,15 @@ def _removed(opened: Opened, settings: Settings, units: Sequence[Unit], watcher:
     known = replace(settings, keep_flops=settings.keep_latency or settings.keep_flops, keep_latency=None)
     goal = goal_of(known, opened, units, None, watcher)
     return goal.n_steps([]) if goal else n_selected(settings.ratio, len(units))
+
+
+def _grouping_seconds(opened: Opened, calibration: Batches, settings: Settings) -> float:
+    """The time that the scores of MLP channels would take, by one batch."""
+    if not settings.orders_channels:
+        return 0.0
+    started = time.perf_counter()
+    channel_orders(opened.model, settings.group_by, calibration[:1], opened.loss)
+    return (time.perf_counter() - started) * min(settings.score_batches, len(calibration))
 
 
 # The search, played through

@@ -24,7 +24,7 @@ from secateur.methods import GRADIENT_PASSES, GRADIENTS, METHODS, Method, method
 from secateur.search.policies import UCB, check_search
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
-from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
+from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
 SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, MACHINE)
@@ -34,6 +34,8 @@ FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing,
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
+ADDRESS, FISHER, ACTIVATION = "address", "fisher", "activation"
+GROUPINGS = (ADDRESS, FISHER, ACTIVATION)
 LABELS, DISTANCE, BOTH = "labels", "distance", "both"  # losses; any other is a function of the user's own
 JOINED, LINES, JSONL = "joined", "lines", "jsonl"
 DOCUMENTS = (JOINED, LINES, JSONL)
@@ -179,6 +181,15 @@ class Settings(_Checked):
         words="screening rule",
     )
     group_width: int = _setting(GROUP_WIDTH, CHOOSING, "MLP channels in a group.", least=1)  # g0
+    group_by: str = _setting(
+        ADDRESS,
+        CHOOSING,
+        "Which MLP channels make a group. address: neighbours, as in the paper; or those that matter alike, by a score: fisher "
+        "(the Fisher information of a mask) or activation (what the channels carry, times their weights).",
+        choices=lambda: GROUPINGS,
+        words="grouping",
+        added=True,
+    )
     score_batches: int = _setting(
         16,
         SEARCH,
@@ -273,6 +284,11 @@ class Settings(_Checked):
         """Whether that score or set is taken on calibration batches."""
         return bool(self.scored_by) and METHODS[self.scored_by].needs_batches
 
+    @property
+    def orders_channels(self) -> bool:
+        """Whether a score orders the MLP channels before they are grouped."""
+        return self.group_by != ADDRESS and MLP in TARGETS.get(self.target, ())
+
     def score_passes(self, n_calibration: int) -> int:
         """The model passes of that score or set, of this many calibration batches in all."""
         return METHODS[self.scored_by].passes(min(self.score_batches, n_calibration)) if self.scores_batches else 0
@@ -280,7 +296,9 @@ class Settings(_Checked):
     def score_cost(self, n_calibration: int) -> int:
         """The same as the cost of forward passes: one with gradients costs more."""
         passes = self.score_passes(n_calibration)
-        return passes * (GRADIENT_PASSES if passes and METHODS[self.scored_by].needs == GRADIENTS else 1)
+        cost = passes * (GRADIENT_PASSES if passes and METHODS[self.scored_by].needs == GRADIENTS else 1)
+        ordering = min(self.score_batches, n_calibration) * (GRADIENT_PASSES if self.group_by == FISHER else 1)
+        return cost + (ordering if self.orders_channels else 0)
 
     @property
     def keep(self) -> tuple[str, float] | None:
@@ -316,7 +334,9 @@ class Settings(_Checked):
             unused |= {"pulls_per_step", "batches_per_pull", "batches_per_step", "stack", "temperature"}
         if not self.screening:
             unused |= {"screen_by"}
-        if not self.scores_batches:
+        if not self.orders_channels:
+            unused |= {"group_by"}
+        if not (self.scores_batches or self.orders_channels):
             unused |= {"score_batches"}
         return unused
 

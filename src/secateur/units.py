@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from secateur.errors import SettingError, not_one_of
@@ -44,13 +44,14 @@ class Unit:
 
     A head is a query head; a K/V group is a K/V head with all the query heads that share it. An MLP group carries the nominal
     `width` of its partition, so that a unit alone says which channels it means; in a block with experts these are channels of
-    all of them.
+    all of them. A group that was not made by address lists its `channels`.
     """
 
     kind: str
     layer: int
     index: int
     width: int = 0
+    channels: tuple[int, ...] = ()  # in ascending order; empty: those from index * width on
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -60,6 +61,9 @@ class Unit:
                 f"A unit's layer, index and width are counted from 0, not {self.layer}, {self.index}, {self.width}."
             )
         object.__setattr__(self, "width", (self.width or GROUP_WIDTH) if self.kind == MLP else 0)
+        listed = list(self.channels)
+        if listed and (listed != sorted(set(listed)) or listed[0] < 0 or len(listed) > self.width):
+            raise SettingError(f"The channels of {self} must be at most {self.width} different ones in ascending order.")
 
     @property
     def side(self) -> str:
@@ -71,7 +75,8 @@ class Unit:
 
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"kind": self.kind, "layer": self.layer, "index": self.index}
-        return fields | {"width": self.width} if self.kind == MLP else fields
+        fields |= {"width": self.width} if self.kind == MLP else {}
+        return fields | ({"channels": list(self.channels)} if self.channels else {})
 
 
 def enumerate_units(
@@ -82,10 +87,12 @@ def enumerate_units(
     group_width: int = GROUP_WIDTH,
     kv_heads: Sequence[int] | None = None,
     experts: Sequence[int] = (),
+    orders: Sequence[Sequence[int]] | None = None,
 ) -> list[Unit]:
     """All candidates U of a model with `heads[l]` heads and `mlp_widths[l]` MLP channels in block l (Eq. 1-5).
 
-    Without `kv_heads` every head has a K/V head of its own; `experts[l]` is 0 in a block without experts.
+    Without `kv_heads` every head has a K/V head of its own; `experts[l]` is 0 in a block without experts. `orders[l]` are the
+    MLP channels of block l in the order in which they are cut into groups; without it they are in the order of their address.
     """
     if target not in TARGETS:
         raise not_one_of("target", target, TARGETS)
@@ -94,7 +101,14 @@ def enumerate_units(
     groups = [math.ceil(width / group_width) for width in mlp_widths]  # Q_l; the last group may be smaller (Eq. 2)
     counts = {HEAD: heads, MLP: groups, KV_GROUP: heads if kv_heads is None else kv_heads, EXPERT: experts}
     kinds = TARGETS[target]
-    return [Unit(kind, layer, i, group_width) for kind in kinds for layer, n in enumerate(counts[kind]) for i in range(n)]
+    units = [Unit(kind, layer, i, group_width) for kind in kinds for layer, n in enumerate(counts[kind]) for i in range(n)]
+    return [_listing(unit, orders[unit.layer]) if orders and unit.kind == MLP else unit for unit in units]
+
+
+def _listing(unit: Unit, order: Sequence[int]) -> Unit:
+    """The group with its channels, which are in this order."""
+    start = unit.index * unit.width
+    return replace(unit, channels=tuple(sorted(order[start : start + unit.width])))
 
 
 def check_ratio(ratio: float) -> None:

@@ -188,7 +188,8 @@ def _chosen(made_with: Provenance | None) -> str:
     if made_with is None:
         return ""
     settings = made_with.settings
-    how = ", ".join(f"{name} `{_plain(str(getattr(settings, name)))}`" for name in ("method", "target", "seed"))
+    names = ("method", "target", *(["group_by"] if settings.orders_channels else []), "seed")
+    how = ", ".join(f"{name.replace('_', ' ')} `{_plain(str(getattr(settings, name)))}`" for name in names)
     return f"By Secateur: {how}, on the calibration data `{_plain(settings.calibration)}`; "
 
 

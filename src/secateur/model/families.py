@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
@@ -179,18 +180,19 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A range of one dimension of a parameter: `parameter.narrow(dim, start, length)`."""
+    """Some places of one dimension of a parameter: a range, or a list of them."""
 
     module: nn.Module
     parameter: Tensor
     dim: int
-    start: int
-    length: int
-    over_inputs: bool = False  # the range is one of the projection's inputs, not of its outputs
+    places: Sequence[int]
+    over_inputs: bool = False  # the places are inputs of the projection, not outputs
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This range of `tensor`, which has the parameter's shape (the parameter itself, or its gradient)."""
-        return tensor.narrow(self.dim, self.start, self.length)
+        """These places of `tensor`, which has the parameter's shape (the parameter itself, or its gradient)."""
+        if isinstance(self.places, range):
+            return tensor.narrow(self.dim, self.places.start, len(self.places))
+        return tensor.index_select(self.dim, torch.tensor(self.places, device=tensor.device))
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class Range:
 
     side: str
     projection: nn.Module
-    channels: range  # or, for EXPERT, the experts' numbers
+    channels: Sequence[int]  # or, for EXPERT, the experts' numbers
 
 
 @dataclass(frozen=True)
@@ -253,8 +255,13 @@ class Layer:
             what = f"MLP groups of {unit.width} channels" if unit.kind == MLP else f"{KINDS[unit.kind].words}s"
             raise SelectionError(f"There is no unit {unit}: block {unit.layer} has {n} {what}, counted from 0.")
         if unit.kind == MLP:
-            channels = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
-            return (Range(MLP, self.mlp_out, channels),)
+            if unit.channels and unit.channels[-1] >= self.mlp_width:
+                raise SelectionError(
+                    f"There is no unit {unit} with channel {unit.channels[-1]}: block {unit.layer} has {self.mlp_width} MLP "
+                    "channels, counted from 0."
+                )
+            by_address = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
+            return (Range(MLP, self.mlp_out, unit.channels or by_address),)
         if unit.kind == EXPERT:
             return (Range(EXPERT, self.mlp_out, range(unit.index, unit.index + 1)),)
         first, last = unit.index, unit.index + 1
@@ -271,9 +278,9 @@ class Layer:
         """How many channels the unit has; an expert counts as one."""
         return sum(len(part.channels) for part in self.ranges(unit))
 
-    def heads_in(self, channels: range) -> range:
+    def heads_in(self, channels: Sequence[int]) -> range:
         """The heads that own these input channels of the attention's output projection."""
-        return range(channels.start // self.head_dim, channels.stop // self.head_dim)
+        return range(channels[0] // self.head_dim, channels[-1] // self.head_dim + 1)
 
     def own_kv_heads(self, unit: Unit, heads: range) -> range:
         """The K/V heads that belong to this unit, which has these heads, and to no other.
@@ -295,39 +302,39 @@ class Layer:
     def slices(self, unit: Unit) -> Iterator[Slice]:
         """The parameters that belong to this unit alone: those that Eq. 12-14 count, and W_j of Eq. 33-36."""
         for part in self.ranges(unit):
-            start, length = part.channels.start, len(part.channels)
+            channels = part.channels
             if self.router and part.side in (MLP, EXPERT):
-                yield from self._experts_slices(part.side, start, length)
+                yield from self._experts_slices(part.side, channels)
                 continue
             if part.side == MLP:
                 for module in self.mlp_in:
                     for half in range(1 + self.mlp_packed):
-                        yield from _outputs(module, half * self.mlp_width + start, length)
+                        yield from _outputs(module, _shifted(channels, half * self.mlp_width))
             elif self.packing == PER_HEAD:
-                yield from _outputs(self.qkv[0], 3 * start, 3 * length)
+                yield from _outputs(self.qkv[0], range(3 * channels[0], 3 * (channels[-1] + 1)))
             elif self.packing == PACKED:
                 for third in range(3):
-                    yield from _outputs(self.qkv[0], third * self.heads * self.head_dim + start, length)
+                    yield from _outputs(self.qkv[0], _shifted(channels, third * self.heads * self.head_dim))
             else:
-                yield from _outputs(self.qkv[0], start, length)
-                if kv_heads := self.own_kv_heads(unit, self.heads_in(part.channels)):
+                yield from _outputs(self.qkv[0], channels)
+                if kv_heads := self.own_kv_heads(unit, self.heads_in(channels)):
                     for module in self.qkv[1:]:
-                        yield from _outputs(module, kv_heads.start * self.head_dim, len(kv_heads) * self.head_dim)
+                        yield from _outputs(module, range(kv_heads.start * self.head_dim, kv_heads.stop * self.head_dim))
             projection = part.projection
-            yield Slice(projection, weight_of(projection), input_dim(projection), start, length, over_inputs=True)
+            yield Slice(projection, weight_of(projection), input_dim(projection), channels, over_inputs=True)
 
-    def _experts_slices(self, side: str, start: int, length: int) -> Iterator[Slice]:
+    def _experts_slices(self, side: str, places: Sequence[int]) -> Iterator[Slice]:
         """Whole experts with their rows of the router, or channels of all experts."""
         assert self.router is not None
         gate_up, down = expert_weights(self.mlp_out)
         if side == EXPERT:
-            yield Slice(self.mlp_out, gate_up, 0, start, length)
-            yield Slice(self.mlp_out, down, 0, start, length)
-            yield Slice(self.router, weight_of(self.router), 0, start, length)
+            yield Slice(self.mlp_out, gate_up, 0, places)
+            yield Slice(self.mlp_out, down, 0, places)
+            yield Slice(self.router, weight_of(self.router), 0, places)
             return
         for half in range(2):
-            yield Slice(self.mlp_out, gate_up, 1, half * self.mlp_width + start, length)
-        yield Slice(self.mlp_out, down, 2, start, length, over_inputs=True)
+            yield Slice(self.mlp_out, gate_up, 1, _shifted(places, half * self.mlp_width))
+        yield Slice(self.mlp_out, down, 2, places, over_inputs=True)
 
 
 def family_of(model: nn.Module) -> str:
@@ -414,8 +421,13 @@ def anatomy(model: nn.Module) -> tuple[Layer, ...]:
         ) from error
 
 
-def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GROUP_WIDTH) -> list[Unit]:
-    """All units of `model` that the target allows.
+def candidate_units(
+    model: nn.Module,
+    target: str = HEAD,
+    group_width: int = GROUP_WIDTH,
+    orders: Sequence[Sequence[int]] | None = None,
+) -> list[Unit]:
+    """All units of `model` that the target allows; `orders` are the MLP channels of each block in the order of their groups.
 
     >>> units = candidate_units(model, target="head")
     """
@@ -429,6 +441,7 @@ def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GRO
         experts=[layer.experts for layer in layers],
         target=target,
         group_width=group_width,
+        orders=orders,
     )
 
 
@@ -527,11 +540,17 @@ def _walk(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, item
 
 
-def _outputs(module: nn.Module, start: int, length: int) -> Iterator[Slice]:
-    """The rows of a projection that compute the outputs start:start+length, and their biases."""
-    yield Slice(module, weight_of(module), 1 - input_dim(module), start, length)
+def _outputs(module: nn.Module, places: Sequence[int]) -> Iterator[Slice]:
+    """The rows of a projection that compute these outputs, and their biases."""
+    yield Slice(module, weight_of(module), 1 - input_dim(module), places)
     if isinstance(module.bias, Tensor):
-        yield Slice(module, module.bias, 0, start, length)
+        yield Slice(module, module.bias, 0, places)
+
+
+def _shifted(places: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(places, range):
+        return range(places.start + by, places.stop + by)
+    return [place + by for place in places]
 
 
 def expert_weights(experts: nn.Module) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ def zeroed(model: nn.Module, units: Iterable[Unit]) -> AbstractContextManager[No
 @contextmanager
 def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) -> Iterator[None]:
     """The same for batches that consist of equal parts, one after another: each part has its own units zeroed."""
-    zeroed_ranges: dict[nn.Module, list[tuple[int, range]]] = defaultdict(list)  # by projection: part and channels
+    zeroed_ranges: dict[nn.Module, list[tuple[int, Sequence[int]]]] = defaultdict(list)  # by projection: part and channels
     without: dict[
         tuple[int, bool], list[set[int]]
     ] = {}  # in blocks with experts: the experts, or channels, each part is without
@@ -61,7 +61,9 @@ def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) ->
         yield
 
 
-def _zeroing_hook(n_parts: int, ranges: list[tuple[int, range]]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _zeroing_hook(
+    n_parts: int, ranges: list[tuple[int, Sequence[int]]]
+) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """A hook that zeroes channels in the input of a projection; `ranges` are pairs of a part and its channels."""
     mask: Tensor | None = None
 
@@ -72,7 +74,7 @@ def _zeroing_hook(n_parts: int, ranges: list[tuple[int, range]]) -> Callable[[nn
             with torch.inference_mode(False):  # the first pass may be in inference mode, and a later one need gradients
                 mask = torch.zeros(n_parts, x.shape[-1], dtype=torch.bool)
                 for part, channels in ranges:
-                    mask[part, channels.start : channels.stop] = True
+                    mask[part, list(channels)] = True
                 mask = mask.to(x.device)
         parts = x.unflatten(0, (n_parts, len(x) // n_parts))
         # Fill instead of multiplying by 0: an infinite activation of a removed unit must not turn into nan.
