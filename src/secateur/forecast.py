@@ -27,7 +27,7 @@ from secateur.settings import NONE, Cutting, Job, Judging, Machine, Settings, ke
 from secateur.steps import calibration_of, evaluation_of, open_job
 from secateur.streams import BATCHES, stream
 from secateur.tasks import TASKS, TEXT
-from secateur.units import MLP, TARGETS, Unit, n_selected
+from secateur.units import MLP, Unit, kinds_of, n_selected
 from secateur.watcher import Watcher
 
 Value = str | int | float | bool | None
@@ -301,7 +301,7 @@ def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, jud
     left_out = job.settings.unused() | ({"ratio"} if job.settings.keep else set())
     if not job.settings.row.policy:
         left_out |= {"screen", "lanes", "cache_memory"}
-    if MLP not in TARGETS[job.settings.target]:
+    if MLP not in kinds_of(job.settings.target):
         left_out |= {"group_width"}
     if TASKS[task_of(opened.model)].inputs != TEXT:
         left_out |= {"seq_len"}

@@ -24,7 +24,7 @@ from secateur.methods import GRADIENT_PASSES, GRADIENTS, METHODS, Method, method
 from secateur.search.policies import UCB, check_search
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
-from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio
+from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio, kinds_of, nested
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
 SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, MACHINE)
@@ -136,7 +136,7 @@ class Settings(_Checked):
 
     model: str
     target: str = _setting(
-        HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}.", choices=lambda: TARGETS
+        HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}, or other kinds joined by +."
     )
     ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.", unless_goal=True)
     method: str = _setting("ucb", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
@@ -287,7 +287,7 @@ class Settings(_Checked):
     @property
     def orders_channels(self) -> bool:
         """Whether a score orders the MLP channels before they are grouped."""
-        return self.group_by != ADDRESS and MLP in TARGETS.get(self.target, ())
+        return self.group_by != ADDRESS and MLP in kinds_of(self.target)
 
     def score_passes(self, n_calibration: int) -> int:
         """The model passes of that score or set, of this many calibration batches in all."""
@@ -311,6 +311,7 @@ class Settings(_Checked):
 
     def check(self) -> None:
         super().check()
+        kinds_of(self.target)
         check_ratio(self.ratio)
         check_search(pulls_per_step=self.pulls_per_step, temperature=self.temperature)
         UCB(self.ucb_c)
@@ -324,6 +325,11 @@ class Settings(_Checked):
             raise SettingError(f"The holdout is {self.holdout}, but must lie between 0 and 0.5: 0.1 keeps a tenth for judging.")
         if self.row.search and (self.keep or self.layout == UNIFORM):
             raise needs_ratio(self.method)
+        if self.row.search and nested(self.target):
+            raise SettingError(
+                f"The method {self.method} chooses a set of units of which none may be inside another, but the target is "
+                f"{self.target!r}: choose another --method, or a --target of one granularity."
+            )
         if len(self._goals()) > 1:
             raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
 

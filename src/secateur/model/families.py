@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
 from secateur.model.shrunk import HEAD_DIMS, counting
 from secateur.tasks import TASKS
-from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, TARGETS, Unit, enumerate_units
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units, kinds_of, outermost
 
 SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 
@@ -38,6 +38,7 @@ class Family:
     mlp_packed: bool = False  # a gated MLP in one projection: [all gates | all inputs], or the other way round
     mlp_setting: str = "intermediate_size"  # the config's name for the MLP width; "mlp_ratio" is a multiple of the model width
     heads_setting: str = "num_attention_heads"  # the config's name for the number of heads
+    depth_setting: str = "num_hidden_layers"  # the config's name for the number of blocks; "" where they differ by place
     head_dim_setting: bool = False  # the config sets the width of a head independently of the number of heads
     experts: str = ""  # in blocks that have experts, the module that holds them as three-dimensional parameters
     router: str = ""  # in the same blocks, the module that gives (logits, scores, experts) for each token
@@ -74,6 +75,7 @@ _TIMM = Family(
     mlp_out="mlp.fc2",
     packing=PACKED,
     mlp_setting="mlp_ratio",
+    depth_setting="depth",
 )
 
 _BERT = Family(
@@ -143,7 +145,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": _MOE,
     "vit": _VIT,
     "deit": replace(_VIT, blocks="deit.layers"),
-    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio"),
+    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio", depth_setting=""),
     "dinov2": replace(_VIT, task="image embeddings", blocks="dinov2.encoder.layer", mlp_setting="mlp_ratio"),
     "clip_vision_model": _CLIP_VISION,
     "siglip_vision_model": _CLIP_VISION,
@@ -174,7 +176,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "timm/VisionTransformer": _TIMM,
     "timm/VisionTransformerDistilled": _TIMM,
-    "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks"),
+    "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks", depth_setting=""),
 }
 
 
@@ -205,6 +207,7 @@ class Range:
     side: str
     projection: nn.Module
     channels: Sequence[int]  # or, for EXPERT, the experts' numbers
+    whole: bool = False  # the projection gives nothing at all, not even its bias
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,10 @@ class Layer:
                 )
             by_address = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
             return (Range(MLP, self.mlp_out, unit.channels or by_address),)
+        if unit.whole:
+            sides = {HEAD: (self.out, self.heads * self.head_dim), MLP: (self.mlp_out, self.mlp_width)}
+            found = [(side, *sides[side]) for side in KINDS[unit.kind].sides]
+            return tuple(Range(side, projection, range(n), whole=True) for side, projection, n in found)
         if unit.kind == EXPERT:
             return (Range(EXPERT, self.mlp_out, range(unit.index, unit.index + 1)),)
         first, last = unit.index, unit.index + 1
@@ -272,6 +279,9 @@ class Layer:
     def count(self, unit: Unit) -> int:
         """How many units of the unit's kind and width the block has."""
         groups = -(-self.mlp_width // (unit.width or 1))
+        if unit.whole:
+            there = {HEAD: self.heads > 0, MLP: self.mlp_width > 0 and not self.experts}
+            return int(all(there[side] for side in KINDS[unit.kind].sides))
         return {HEAD: self.heads, KV_GROUP: self.kv_heads, MLP: groups, EXPERT: self.experts}[unit.kind]
 
     def size(self, unit: Unit) -> int:
@@ -322,6 +332,8 @@ class Layer:
                         yield from _outputs(module, range(kv_heads.start * self.head_dim, kv_heads.stop * self.head_dim))
             projection = part.projection
             yield Slice(projection, weight_of(projection), input_dim(projection), channels, over_inputs=True)
+            if part.whole and isinstance(projection.bias, Tensor):
+                yield Slice(projection, projection.bias, 0, range(len(projection.bias)))
 
     def _experts_slices(self, side: str, places: Sequence[int]) -> Iterator[Slice]:
         """Whole experts with their rows of the router, or channels of all experts."""
@@ -448,7 +460,7 @@ def candidate_units(
 def check_group_width(model: nn.Module, target: str, group_width: int) -> None:
     """Refuse groups wider than every MLP of the model: each would be a whole MLP."""
     widest = max((layer.mlp_width for layer in anatomy(model)), default=0)
-    if MLP in TARGETS[target] and group_width > widest > 0:
+    if MLP in kinds_of(target) and group_width > widest > 0:
         raise SettingError(
             f"The group width is {group_width}, but the model's MLPs have {widest} channels, so that a group would be a whole "
             "MLP; choose a smaller --group-width."
@@ -456,9 +468,9 @@ def check_group_width(model: nn.Module, target: str, group_width: int) -> None:
 
 
 def check_disjoint(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Refuse units of which one is a part of another, such as a head and its K/V group: they would count twice."""
+    """Refuse units that share channels, such as a head and its K/V group, unless one is a whole with the other in it."""
     layers, taken = anatomy(model), dict[tuple[int, str, int], Unit]()
-    for unit in units:
+    for unit in outermost(units):
         for part in layer_of(layers, unit).ranges(unit):
             for channel in part.channels:
                 other = taken.setdefault((unit.layer, part.side, channel), unit)

@@ -160,7 +160,8 @@ def obs_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]
     gather(model, moments, batches)
     scores: dict[Unit, float] = {}
     for projection, channels in by_projection.items():
-        scores |= _obs(projection, moments.pop(projection), channels)
+        for unit, score in _obs(projection, moments.pop(projection), channels).items():
+            scores[unit] = scores.get(unit, 0.0) + score  # a block has two projections
     return {unit: scores[unit] for unit in units}
 
 

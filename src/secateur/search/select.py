@@ -115,17 +115,17 @@ def select(
     trace: list[Pull] = []
     while len(selected) < (n_steps := goal.n_steps(selected)):
         pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
-        plan = Plan(1, pulls_per_step)
+        plan, priced = Plan(1, pulls_per_step), goal.after(selected)
         if isinstance(policy, Planner):
             foretells = isinstance(meter, Foreteller)
             plan = policy.plan(n_steps, n_steps - len(selected), pulls_per_step, gradients=foretells)
             if plan.gradient_batches and isinstance(meter, Foreteller):
-                beliefs.foresee(pool, meter.slopes(pool, plan.gradient_batches), goal)
-        search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, goal, temperature, journal, watcher)
+                beliefs.foresee(pool, meter.slopes(pool, plan.gradient_batches), priced)
+        search = _StepSearch(len(selected), n_steps, pool, plan.pulls, meter, priced, temperature, journal, watcher)
         options = {"wanted": plan.units} if plan.units > 1 else {}
         choice = search.hold(policy.run(beliefs.of(pool), plan.pulls, policy_rng, **options))
         trace += search.pulls
-        beliefs.hear(search.pulls, goal)
+        beliefs.hear(search.pulls, priced)
         if not candidates.learn(pool, search.stats):
             continue  # every unit of the pool broke the loss, and other candidates are left: try those
         for one in (choice, *choice.more):
