@@ -25,12 +25,13 @@ from secateur.model.families import task_of
 from secateur.model.losses import batch_loss, predictions, reference_of
 from secateur.model.zeroing import zeroed
 from secateur.tasks import TASKS
-from secateur.units import EXPERT, TARGETS, Unit
+from secateur.units import EXPERT, KINDS, TARGETS, Unit
 
 tf: Any = transformers  # its model classes are not typed
 
 GROUP = 4
-EVERYWHERE = [target for target in TARGETS if target != EXPERT]  # tests/test_experts.py is about the models that have experts
+# Parts of a block, which every model has. tests/test_experts.py is about experts, tests/test_wholes.py about whole sub-layers.
+EVERYWHERE = [target for target, kinds in TARGETS.items() if not any(kind == EXPERT or KINDS[kind].whole for kind in kinds)]
 VOCABULARY, CLASSES, IMAGE = 32, 5, 16
 
 

@@ -22,14 +22,14 @@ from secateur.search.choose import in_forwards, meter_of
 from secateur.search.damage import DamageMeter, default_lanes, free_memory
 from secateur.search.goals import Count
 from secateur.search.policies import GRADIENT_PASSES, Moment, Slope
-from secateur.search.scores import unit_scores
+from secateur.search.scores import channel_orders, unit_scores
 from secateur.search.select import Asked, Measured, Screen, select
 from secateur.selection import Pull
 from secateur.settings import NONE, Cutting, Job, Judging, Machine, Settings, keywords, make_job
 from secateur.steps import calibration_of, evaluation_of, open_job
 from secateur.streams import BATCHES, stream
 from secateur.tasks import TASKS, TEXT
-from secateur.units import MLP, TARGETS, Unit, n_selected
+from secateur.units import MLP, Unit, kinds_of, n_selected
 from secateur.watcher import Watcher
 
 Value = str | int | float | bool | None
@@ -91,7 +91,7 @@ def forecast_of(
     watcher.stage("measuring a few pulls")
     removed = _removed(opened, job.settings, units, watcher)
     choosing, runs, pool = _choosing(opened, calibration, job, units, removed)
-    seconds = {"loading": loading, "choosing": choosing}
+    seconds = {"loading": loading, "choosing": choosing + _grouping_seconds(opened, calibration, job.settings)}
     if evaluation:
         seconds["evaluating"] = _batch_seconds(opened, evaluation) * len(evaluation) * (3 if cuts else 2)
     more = ["measuring what units cost"] if job.settings.keep_latency else []
@@ -121,6 +121,15 @@ def _removed(opened: Opened, settings: Settings, units: Sequence[Unit], watcher:
     known = replace(settings, keep_flops=settings.keep_latency or settings.keep_flops, keep_latency=None)
     goal = goal_of(known, opened, units, None, watcher)
     return goal.n_steps([]) if goal else n_selected(settings.ratio, len(units))
+
+
+def _grouping_seconds(opened: Opened, calibration: Batches, settings: Settings) -> float:
+    """The time that the scores of MLP channels would take, by one batch."""
+    if not settings.orders_channels:
+        return 0.0
+    started = time.perf_counter()
+    channel_orders(opened.model, settings.group_by, calibration[:1], opened.loss)
+    return (time.perf_counter() - started) * min(settings.score_batches, len(calibration))
 
 
 # The search, played through
@@ -310,7 +319,7 @@ def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, jud
         left_out |= {"screen", "lanes", "cache_memory", "workers", "ray"}
     if not job.machine.ray:
         left_out |= {"ray", "cpus_per_worker", "gpus_per_worker"}
-    if MLP not in TARGETS[job.settings.target]:
+    if MLP not in kinds_of(job.settings.target):
         left_out |= {"group_width"}
     if TASKS[task_of(opened.model)].inputs != TEXT:
         left_out |= {"seq_len"}

@@ -17,12 +17,11 @@ from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
 from secateur.judgement import JudgedOn, PruneRecord
 from secateur.measure.judge import judge_apart
-from secateur.model.families import candidate_units
 from secateur.model.loading import Opened
 from secateur.search.choose import provenance
 from secateur.selection import Selection
 from secateur.settings import NONE, Job, make_job
-from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run
+from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run, units_of
 from secateur.watcher import Watcher
 
 
@@ -93,7 +92,7 @@ def _chosen_and_judged(
                     "was changed; delete both, and they are made again from the journal."
                 )
             return existing, done
-    units = candidate_units(opened.model, job.settings.target, job.settings.group_width)
+    units = units_of(opened, calibration, job.settings, watcher)
     started = time.perf_counter()
     with Journal(folder / "journal.jsonl", made_with.to_json()) if folder else nullcontext() as journal:
         say_unchecked(journal, watcher)

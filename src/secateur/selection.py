@@ -203,6 +203,7 @@ class _Scored:
     index: int
     score: float
     width: int = 0
+    channels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _decoded(fields: dict[str, Any]) -> Selection:
         made_with=Provenance.from_json(document.settings) if document.settings else None,
         steps=document.steps,
         trace=document.trace,
-        scores={Unit(row.kind, row.layer, row.index, row.width): row.score for row in document.scores},
+        scores={Unit(row.kind, row.layer, row.index, row.width, row.channels): row.score for row in document.scores},
         versions=document.versions,
         calibration=jsonio.decode(document.calibration, Source) if document.calibration else None,
         goal=jsonio.decode(document.goal, Reached) if document.goal else None,

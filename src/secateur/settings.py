@@ -24,7 +24,7 @@ from secateur.methods import GRADIENTS, METHODS, Method, method, scoring
 from secateur.search.policies import FORWARDS, GRADIENT_PASSES, PULLS, UCB, check_search
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
-from secateur.units import GROUP_WIDTH, HEAD, TARGETS, check_ratio
+from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio, kinds_of, nested
 from secateur.workers.pools import MOST as MANY, Where
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
@@ -35,6 +35,8 @@ FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing,
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
 LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
+ADDRESS, FISHER, ACTIVATION = "address", "fisher", "activation"
+GROUPINGS = (ADDRESS, FISHER, ACTIVATION)
 LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
 JOINED, LINES, JSONL = "joined", "lines", "jsonl"
 DOCUMENTS = (JOINED, LINES, JSONL)
@@ -138,7 +140,7 @@ class Settings(_Checked):
 
     model: str
     target: str = _setting(
-        HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}.", choices=lambda: TARGETS
+        HEAD, CHOOSING, lambda: f"Which kinds of units may go: {', '.join(TARGETS)}, or other kinds joined by +."
     )
     ratio: float = _setting(0.10, CHOOSING, "Share of the units to remove: 0.10 is a tenth.", unless_goal=True)
     method: str = _setting("auto", CHOOSING, lambda: f"How units are chosen: {', '.join(METHODS)}.", choices=lambda: METHODS)
@@ -190,6 +192,15 @@ class Settings(_Checked):
         words="screening rule",
     )
     group_width: int = _setting(GROUP_WIDTH, CHOOSING, "MLP channels in a group.", least=1)  # g0
+    group_by: str = _setting(
+        ADDRESS,
+        CHOOSING,
+        "Which MLP channels make a group. address: neighbours, as in the paper; or those that matter alike, by a score: fisher "
+        "(the Fisher information of a mask) or activation (what the channels carry, times their weights).",
+        choices=lambda: GROUPINGS,
+        words="grouping",
+        added=True,
+    )
     score_batches: int = _setting(
         16,
         SEARCH,
@@ -299,6 +310,11 @@ class Settings(_Checked):
             )
         return float(match[1]), match[2]
 
+    @property
+    def orders_channels(self) -> bool:
+        """Whether a score orders the MLP channels before they are grouped."""
+        return self.group_by != ADDRESS and MLP in kinds_of(self.target)
+
     def score_passes(self, n_calibration: int) -> int:
         """The model passes of that score or set, of this many calibration batches in all."""
         return METHODS[self.scored_by].passes(min(self.score_batches, n_calibration)) if self.scores_batches else 0
@@ -306,7 +322,9 @@ class Settings(_Checked):
     def score_cost(self, n_calibration: int) -> int:
         """The same as the cost of forward passes: one with gradients costs more."""
         passes = self.score_passes(n_calibration)
-        return passes * (GRADIENT_PASSES if passes and METHODS[self.scored_by].needs == GRADIENTS else 1)
+        cost = passes * (GRADIENT_PASSES if passes and METHODS[self.scored_by].needs == GRADIENTS else 1)
+        ordering = min(self.score_batches, n_calibration) * (GRADIENT_PASSES if self.group_by == FISHER else 1)
+        return cost + (ordering if self.orders_channels else 0)
 
     @property
     def keep(self) -> tuple[str, float] | None:
@@ -319,6 +337,7 @@ class Settings(_Checked):
 
     def check(self) -> None:
         super().check()
+        kinds_of(self.target)
         check_ratio(self.ratio)
         check_search(pulls_per_step=self.pulls_per_step, temperature=self.temperature)
         UCB(self.ucb_c)
@@ -336,6 +355,11 @@ class Settings(_Checked):
             raise SettingError(f"The holdout is {self.holdout}, but must lie between 0 and 0.5: 0.1 keeps a tenth for judging.")
         if self.row.search and (self.keep or self.layout == UNIFORM):
             raise needs_ratio(self.method)
+        if self.row.search and nested(self.target):
+            raise SettingError(
+                f"The method {self.method} chooses a set of units of which none may be inside another, but the target is "
+                f"{self.target!r}: choose another --method, or a --target of one granularity."
+            )
         if len(self._goals()) > 1:
             raise SettingError(f"There are {len(self._goals())} goals ({', '.join(self._goals())}); set one of them.")
 
@@ -348,7 +372,9 @@ class Settings(_Checked):
             unused |= set(OF_A_STEP)
         if not self.screening:
             unused |= {"screen_by"}
-        if not self.scores_batches:
+        if not self.orders_channels:
+            unused |= {"group_by"}
+        if not (self.scores_batches or self.orders_channels):
             unused |= {"score_batches"}
         return unused
 

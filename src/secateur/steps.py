@@ -38,6 +38,7 @@ from secateur.model.loading import Opened, digest, load_model, open_model
 from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
+from secateur.search.scores import channel_orders
 from secateur.selection import Reached, Selection
 from secateur.settings import BUILTIN, FREE, LATENCY, Cutting, Job, Machine, Provenance, Settings, make_job
 from secateur.units import Unit
@@ -107,11 +108,20 @@ def choose(
 ) -> Selection:
     """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped."""
     watcher = watcher or Watcher()
-    units = candidate_units(opened.model, settings.target, settings.group_width) if units is None else units
+    units = units_of(opened, calibration, settings, watcher) if units is None else units
     goal = goal_of(settings, opened, units, table_file, watcher)
     return choose_units(
         opened, calibration, settings, units=units, goal=goal, machine=machine, journal=journal, watcher=watcher
     )
+
+
+def units_of(opened: Opened, calibration: Batches, settings: Settings, watcher: Watcher) -> list[Unit]:
+    """The candidates; their MLP channels are grouped as the settings say."""
+    orders = None
+    if settings.orders_channels:
+        watcher.stage("grouping MLP channels")
+        orders = channel_orders(opened.model, settings.group_by, calibration[: settings.score_batches], opened.loss)
+    return candidate_units(opened.model, settings.target, settings.group_width, orders)
 
 
 @dataclass(frozen=True)

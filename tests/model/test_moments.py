@@ -34,7 +34,7 @@ def test_padding_is_left_out_of_the_sums() -> None:
     found = []
     for batches in ([whole], rows):
         moments = Moments(projection)
-        moments.usual = torch.tensor(1.0)  # the median of the first batch would differ
+        moments.weighing.usual = torch.tensor(1.0)  # the median of the first batch would differ
         gather(model, {projection: moments}, batches)
         found.append(moments.means())
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

@@ -23,7 +23,7 @@ from secateur.model.loading import Opened
 from secateur.model.losses import evaluating
 from secateur.search.goals import Goal, Quota, Share
 from secateur.settings import FLOPS, LATENCY, NONE, PARAMS, UNIFORM, Settings
-from secateur.units import EXPERT, HEAD, KINDS, MLP, Unit
+from secateur.units import BLOCK, EXPERT, HEAD, KINDS, MLP, Unit, outermost
 from secateur.watcher import Watcher
 
 BATCH_SIZE = 8  # texts or images in the run whose FLOPs or time a goal limits
@@ -52,6 +52,14 @@ def goal_of(
                 f"Removing experts saves no {what}, since each token takes as many as before: use --keep-params or --ratio."
             )
         share = _share_of(settings, *settings.keep, opened, units, table_file, watcher)
+    kinds = {unit.kind for unit in units}
+    if settings.layout == UNIFORM and BLOCK in kinds:  # any blocks may go: the others stay as they are
+        if len(kinds) > 1:
+            raise SettingError(
+                "A uniform layout loses whole blocks or parts of every block, not both: leave one out of --target."
+            )
+        check_uniform(model, units[-1:])
+        return share
     if settings.layout != UNIFORM and not experts:
         return share
     quota = uniform_quota(model, units, settings.ratio, share)
@@ -106,10 +114,10 @@ def latency_goal(model: nn.Module, units: Sequence[Unit], share: float, tokens: 
     shares = FlopShares(model, tokens)
 
     def left(removed: Sequence[Unit]) -> float:
-        by_side: dict[str, list[Unit]] = defaultdict(list)
-        for unit in removed:
-            by_side[unit.side].append(unit)
-        return 1 - sum(_interpolate(table[side], shares.saved(of_side)) for side, of_side in by_side.items())
+        by_curve: dict[str, list[Unit]] = defaultdict(list)
+        for unit in outermost(removed):
+            by_curve[_curve(unit)].append(unit)
+        return 1 - sum(_interpolate(table[curve], shares.saved(together)) for curve, together in by_curve.items())
 
     return _goal(model, LATENCY, share, left, units)
 
@@ -180,25 +188,26 @@ class FlopShares:
 def latency_table(
     model: nn.Module, units: Sequence[Unit], tokens: int, progress: Callable[[int, int], None] | None = None
 ) -> Table:
-    """For each side of a block, pairs of the share of FLOPs that a cut saves and the share of time it saves on this machine.
+    """For each curve, pairs of the share of FLOPs that a cut saves and the share of time it saves on this machine.
 
-    They are measured on models with a quarter, a half and three quarters of the units cut out of every layer.
+    They are measured on models with a quarter, a half and three quarters of the units cut out of every layer, or of the layers
+    if the units are whole.
     """
     table: Table = {}
-    sides = list(dict.fromkeys(unit.side for unit in units))
-    for n, side in enumerate(sides):
+    curves = list(dict.fromkeys(map(_curve, units)))
+    for n, curve in enumerate(curves):
         points = [[0.0, 0.0]]
         previous: list[Unit] = []
         for m, share in enumerate(SHARES):
-            cut = _share_of_each_layer([unit for unit in units if unit.side == side], share)
+            cut = _share_of_each_layer([unit for unit in units if _curve(unit) == curve], share)
             if cut != previous:  # with few units, a half and three quarters may be the same ones
                 previous = cut
                 timing = measure(model, shrink(model, cut), batch_sizes=(BATCH_SIZE,), tokens=tokens, new_tokens=1).timings[0]
                 points.append([1 - 1 / timing.flop_ratio, 1 - 1 / timing.speedup.value])
             if progress:
-                progress(n * len(SHARES) + m + 1, len(sides) * len(SHARES))
+                progress(n * len(SHARES) + m + 1, len(curves) * len(SHARES))
         # A larger cut never saves less time, even if a noisy clock says so.
-        table[side] = [[x, max(y for _, y in points[: i + 1])] for i, (x, _) in enumerate(points)]
+        table[curve] = [[x, max(y for _, y in points[: i + 1])] for i, (x, _) in enumerate(points)]
     return table
 
 
@@ -218,7 +227,7 @@ def read_table(path: Path, key: str, units: Sequence[Unit]) -> Table | None:
         stored = jsonio.decode(jsonio.read(path), _TableFile)
         if stored.key != key:
             return None
-        if set(stored.table) != {unit.side for unit in units} or not all(
+        if set(stored.table) != {*map(_curve, units)} or not all(
             points and np.isfinite(points).all() for points in stored.table.values()
         ):
             raise ValueError("a point is missing")
@@ -232,8 +241,15 @@ def keep_table(path: Path, key: str, table: Table) -> None:
     jsonio.write(path, {"key": key, "table": table})
 
 
+def _curve(unit: Unit) -> str:
+    """The curve of the latency table that a unit is on: of its kind for a whole, of its side of a block for a part."""
+    return unit.kind if unit.whole else unit.side
+
+
 def _share_of_each_layer(units: Sequence[Unit], share: float) -> list[Unit]:
-    """This share of the units of each layer, the first ones."""
+    """This share of the units of each layer, or of all if they are whole; the first ones."""
+    if units[0].whole:
+        return list(units[: round(share * len(units))])
     by_layer: dict[int, list[Unit]] = defaultdict(list)
     for unit in units:
         by_layer[unit.layer].append(unit)

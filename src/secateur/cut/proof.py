@@ -78,6 +78,7 @@ def prove(
         raise SettingError("A proof needs at least one batch.")
     precision = WHOLE if _fits(model) else BLOCKS
     blocks = [layer.name for layer in anatomy(model)] if precision == BLOCKS else []
+    there = {name for name, _ in small.named_modules()}  # a cut model may have fewer blocks
     new_tokens = NEW_TOKENS[precision] if task_of(model) == "text" else 0
     few = [{name: tensor[:ROWS] for name, tensor in batch.items()} for batch in batches]
     done = iter(range(1, 2 * len(few) + 1))
@@ -97,7 +98,7 @@ def prove(
         if not math.isfinite(scale):
             raise ProofError("The zeroed model's logits are not finite, so the cut cannot be proved and is refused.")
         del copied  # the memory is for one
-        copied = _copy(small, blocks)
+        copied = _copy(small, [name for name in blocks if name in there])
         with _run_errors():
             differences = [_difference(one, other) for one, other in zip(expected, outputs(copied), strict=True)]
             said = list(_continue(copied, few[0], new_tokens, tokens))

@@ -18,7 +18,7 @@ from secateur.measure.speed import Measurement, Median
 from secateur.selection import Reached
 from secateur.settings import UNIFORM, Provenance
 from secateur.tasks import TASKS
-from secateur.units import KINDS, Unit
+from secateur.units import KINDS, Unit, outermost
 
 RECORD, CARD = "secateur.json", "README.md"
 FORMAT = 1  # the version of secateur.json
@@ -188,20 +188,21 @@ def _chosen(made_with: Provenance | None) -> str:
     if made_with is None:
         return ""
     settings = made_with.settings
-    how = ", ".join(f"{name} `{_plain(str(getattr(settings, name)))}`" for name in ("method", "target", "seed"))
+    names = ("method", "target", *(["group_by"] if settings.orders_channels else []), "seed")
+    how = ", ".join(f"{name.replace('_', ' ')} `{_plain(str(getattr(settings, name)))}`" for name in names)
     return f"By Secateur: {how}, on the calibration data `{_plain(settings.calibration)}`; "
 
 
 def removed(units: Sequence[Unit]) -> str:
     """How many units of each kind were removed, in words."""
-    counts = {kind: sum(unit.kind == kind for unit in units) for kind in KINDS}
+    counts = {kind: sum(unit.kind == kind for unit in outermost(units)) for kind in KINDS}
     return " and ".join(f"{n} {KINDS[kind].words}{'s' if n > 1 else ''}" for kind, n in counts.items() if n)
 
 
 def unit_lines(units: Sequence[Unit]) -> list[str]:
     """One line for each kind and layer, with the indices of its units: `head 3.5,6`."""
     by_layer: dict[tuple[str, int], list[int]] = {}
-    for unit in units:
+    for unit in outermost(units):
         by_layer.setdefault((unit.kind, unit.layer), []).append(unit.index)
     return [f"{kind} {layer}.{','.join(map(str, sorted(indices)))}" for (kind, layer), indices in sorted(by_layer.items())]
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from secateur.cut.surgery import kept_of
+from secateur.cut.surgery import blocks_left, kept_of
 from secateur.errors import SelectionError, SettingError, not_one_of
 from secateur.model.families import anatomy, input_dim, weight_of
 from secateur.model.losses import Batch, Loss, batch_losses, evaluating
@@ -230,13 +230,16 @@ def _projections(model: nn.Module, units: Iterable[Unit], small: nn.Module) -> l
     """The output projections that lost channels, block by block; not those of experts, which see some tokens only."""
     layers, small_layers = anatomy(model), anatomy(small)
     projections: list[Projection] = []
-    for layer, small_layer, kept in zip(layers, small_layers, kept_of(layers, units), strict=False):
+    kept_blocks = kept_of(layers, units)
+    left = blocks_left(model, layers, kept_blocks)
+    for i, small_layer in zip(left, small_layers, strict=False):
+        layer, kept = layers[i], kept_blocks[i]
         d = layer.head_dim
         channels = [h * d + c for h in kept.heads for c in range(d)]
         for dense, cut, stay in zip(layer.outs, small_layer.outs, (channels, kept.channels), strict=False):
             projections.append(_projection(dense, cut, stay))
     fits = [len(p.kept) == weight_of(p.small).shape[input_dim(p.small)] for p in projections]
-    if len(layers) != len(small_layers) or not all(fits):
+    if len(left) != len(small_layers) or not all(fits):
         raise SelectionError(
             "The model to repair is not the model with these units cut out: pass the one that shrink(model, units) returned."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,10 @@ from secateur.model.families import (
 from secateur.model.shrunk import LayerLayout, Layout, bias_tables, describe, fit, layout_of
 from secateur.settings import FREE, LAYOUTS, UNIFORM
 from secateur.tasks import TASKS
-from secateur.units import EXPERT, HEAD, MLP, Unit
+from secateur.units import BLOCK, EXPERT, HEAD, MLP, Unit
 
 EXPERTS_SETTING = "num_experts"  # Mixtral's config takes it for its num_local_experts
+PER_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in a config with an entry for each block
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Kept:
     channels: tuple[int, ...]  # of the MLP
     kv_index: tuple[int, ...]  # for each kept head, the position of its K/V head in `kv_heads`
     experts: tuple[int, ...] = ()
+    silent: frozenset[str] = frozenset()  # the sides that add nothing any more, not even a bias
+    skipped: bool = False  # the block gives what it gets
 
     @property
     def even(self) -> bool:
@@ -69,14 +72,18 @@ def shrink(model: nn.Module, units: Iterable[Unit], layout: str = FREE) -> nn.Mo
     settings = _uniform_settings(model, family, layers, kept)
     if layout == UNIFORM:
         _require_uniform(settings)
-    sliced: dict[int, nn.Parameter] = {}
+    stay = blocks_left(model, layers, kept)
+    sliced = {id(bias): nn.Parameter(torch.zeros_like(bias), bias.requires_grad) for bias in _silent_biases(layers, kept)}
     for parameter, dim, indices in _cuts(layers, kept):
         with torch.no_grad():
             index = torch.tensor(indices, dtype=torch.long, device=parameter.device)
             values = sliced.get(id(parameter), parameter).index_select(dim, index)  # experts may be cut in two dimensions
         sliced[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     small = copy.deepcopy(model, dict(sliced))  # this memo puts the smaller tensors in place of the large ones
-    counts = _layout(family, layers, kept)
+    if len(stay) < len(layers):
+        _drop_blocks(small, layers, stay)
+        _change_settings(small, _depth_settings(model, family, layers, stay))
+    counts = _layout(family, layers, kept, stay)
     fit(small, counts)
     if experts is not None:
         _set_experts(small, experts)
@@ -96,7 +103,7 @@ def check_uniform(model: nn.Module, units: Iterable[Unit]) -> None:
 def check_cuttable(model: nn.Module, units: Iterable[Unit]) -> None:
     """Refuse, before any work, units that cannot be cut out of this model."""
     layers, units = anatomy(model), list(units)
-    _cuts(layers, kept_of(layers, units))
+    _cuts(layers, kept_of(layers, [unit for unit in units if not unit.whole]))
     channels = 16 // next(model.parameters()).element_size()
     grouped = getattr(getattr(model, "config", None), "_experts_implementation", None) == "grouped_mm"
     for unit in units:
@@ -116,28 +123,84 @@ def _require_uniform(settings: dict[str, Any] | str) -> None:
 def kept_of(layers: Sequence[Layer], units: Iterable[Unit]) -> list[Kept]:
     """What each block keeps without the units. A K/V head is removed with the last of its heads."""
     removed: list[dict[str, set[int]]] = [{HEAD: set(), MLP: set(), EXPERT: set()} for _ in layers]
+    wholes: list[set[str]] = [set() for _ in layers]
+    skipped = set()
     for unit in units:
+        skipped.update([unit.layer] if unit.kind == BLOCK else [])
         layer = layer_of(layers, unit)
         for part in layer.ranges(unit):
+            wholes[unit.layer].update([part.side] if part.whole else [])
             removed[unit.layer][part.side].update(layer.heads_in(part.channels) if part.side == HEAD else part.channels)
     kept = []
-    for layer, gone in zip(layers, removed, strict=True):
+    for i, (layer, gone, whole) in enumerate(zip(layers, removed, wholes, strict=True)):
         heads = tuple(h for h in range(layer.heads) if h not in gone[HEAD])
         kv_heads = tuple(sorted({layer.kv_of[h] for h in heads}))
         channels = tuple(c for c in range(layer.mlp_width) if c not in gone[MLP])
         kv_index = tuple(kv_heads.index(layer.kv_of[h]) for h in heads)
         experts = tuple(e for e in range(layer.experts) if e not in gone[EXPERT])
-        kept.append(Kept(heads, kv_heads, channels, kv_index, experts))
+        kept.append(Kept(heads, kv_heads, channels, kv_index, experts, frozenset(whole), i in skipped))
     return kept
+
+
+def blocks_left(model: nn.Module, layers: Sequence[Layer], kept: Sequence[Kept]) -> list[int]:
+    """The blocks that the cut model has: all but those that went as a block, if the config can count them; else all.
+
+    A block takes the place of one before it. That one must have had the same parameters: ModernBERT's first has a norm less.
+    """
+    family, config = FAMILIES[family_of(model)], getattr(model, "config", None)
+    stay = [i for i, block_kept in enumerate(kept) if not block_kept.skipped]
+    counted = hasattr(config, family.depth_setting) if config is not None else family.depth_setting == "depth"
+    if not stay or not family.depth_setting or not counted or getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        return list(range(len(layers)))
+    moved = ((layers[i].block, layers[place].block) for place, i in enumerate(stay) if i != place)
+    fits = all([*one.state_dict()] == [*other.state_dict()] for one, other in moved)
+    return stay if fits else list(range(len(layers)))
+
+
+def _depth_settings(model: Any, family: Family, layers: Sequence[Layer], stay: Sequence[int]) -> dict[str, Any]:
+    """The settings with which the stock class builds only these blocks."""
+    if len(stay) == len(layers):
+        return {}
+    config = getattr(model, "config", None)
+    lists = {name: getattr(config, name, None) for name in PER_BLOCK}
+    settings = {name: [values[i] for i in stay] for name, values in lists.items() if isinstance(values, list)}
+    if stages := getattr(config, "stage_names", None):  # DINOv2 as a backbone gives the last of these
+        stages = stages[: len(stay) + 1]
+        settings |= {"stage_names": stages, "out_features": stages[-1:]}
+    return {family.depth_setting: len(stay), **settings}
+
+
+def _drop_blocks(small: Any, layers: Sequence[Layer], stay: Sequence[int]) -> None:
+    """Take the other blocks out of a copy of the model, and number those that stay."""
+    parent, _, name = layers[0].name.rpartition(".")[0].rpartition(".")
+    owner = small.get_submodule(parent)
+    blocks = [getattr(owner, name)[i] for i in stay]
+    setattr(owner, name, nn.Sequential(*blocks) if isinstance(getattr(owner, name), nn.Sequential) else nn.ModuleList(blocks))
+    for i, block in enumerate(blocks):
+        for module in block.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = i
+
+
+def _silent_biases(layers: Sequence[Layer], kept: Sequence[Kept]) -> list[Tensor]:
+    """The biases of the output projections that give nothing any more."""
+    pairs = [
+        (side in block_kept.silent, out.bias)
+        for layer, block_kept in zip(layers, kept, strict=True)
+        for side, out in zip((HEAD, MLP), layer.outs, strict=False)
+    ]
+    return [bias for silent, bias in pairs if silent and isinstance(bias, Tensor)]
 
 
 def parameters_left(model: nn.Module, units: Iterable[Unit]) -> int:
     """How many parameters the model has after the units are cut out."""
     layers = anatomy(model)
-    cuts = _cuts(layers, kept_of(layers, units))
-    dense = {id(parameter): parameter.numel() for parameter, _, _ in cuts}
-    left = {key: math.prod(shape) for key, shape in _shapes_left(cuts).items()}
-    return sum(parameter.numel() for parameter in model.parameters()) - sum(dense.values()) + sum(left.values())
+    kept = kept_of(layers, units)
+    stay = set(blocks_left(model, layers, kept))
+    dropped = {id(p) for i, layer in enumerate(layers) if i not in stay for p in layer.block.parameters()}
+    shapes = _shapes_left(_cuts(layers, kept))
+    sizes = (math.prod(shapes.get(id(p), p.shape)) for p in model.parameters() if id(p) not in dropped)
+    return sum(sizes)
 
 
 Cut = tuple[Tensor, int, Sequence[int]]  # the parameter that becomes smaller, the dimension, and the indices that stay
@@ -161,7 +224,7 @@ def _block_cuts(layer: Layer, kept: Kept) -> list[Cut]:
     """The parameters of a block, with the indices that stay; some may keep all."""
     if getattr(layer.attention, "gate", None) is not None:  # some timm models have one
         raise UnsupportedModel(f"{layer.name} has a gate after its heads, which Secateur cannot cut.")
-    if layer.norm_over_heads and len(kept.heads) < layer.heads:
+    if layer.norm_over_heads and len(kept.heads) < layer.heads and HEAD not in kept.silent:
         raise UnsupportedModel(
             f"{layer.name} has a norm over all its heads together, so that none of them can be cut out; "
             "choose --target expert or mlp, or --layout none to zero heads without cutting them."
@@ -191,18 +254,18 @@ def _block_cuts(layer: Layer, kept: Kept) -> list[Cut]:
     return cuts + [(table, 1, kept.heads) for _, table in bias_tables(layer.attention)]
 
 
-def _layout(family: Family, layers: Sequence[Layer], kept: Sequence[Kept]) -> Layout:
-    """The counts of each block after the cut."""
+def _layout(family: Family, layers: Sequence[Layer], kept: Sequence[Kept], stay: Sequence[int]) -> Layout:
+    """The counts of each block after the cut, by its new place."""
     counts = tuple(
         LayerLayout(
-            layer.name,
+            layers[place].name,
             len(block_kept.heads),
             len(block_kept.kv_heads),
             layer.head_dim,
             len(block_kept.channels),
             None if block_kept.even else block_kept.kv_index,
         )
-        for layer, block_kept in zip(layers, kept, strict=True)
+        for place, (layer, block_kept) in enumerate((layers[i], kept[i]) for i in stay)
     )
     return Layout(family.attention, family.qkv, family.out, family.mlp_in, family.mlp_out, counts, family.experts)
 
@@ -254,7 +317,7 @@ def _config_words(family: Family) -> dict[str, str]:
 def _change_settings(small: Any, settings: dict[str, Any]) -> None:
     """Make the cut model an ordinary one with these settings in its config."""
     if not hasattr(small, "config"):  # a timm model
-        small.model_args = settings
+        small.model_args = getattr(small, "model_args", {}) | settings
         return
     for name, value in settings.items():
         setattr(small.config, name, value)
@@ -262,15 +325,16 @@ def _change_settings(small: Any, settings: dict[str, Any]) -> None:
 
 def _uniform_settings(model: Any, family: Family, layers: Sequence[Layer], kept: Sequence[Kept]) -> dict[str, Any] | str:
     """The settings with which the stock class builds the cut model, or the reason why there are none."""
-    pairs = list(zip(layers, kept, strict=True))
+    stay = blocks_left(model, layers, kept)
+    pairs = [(layers[i], kept[i]) for i in stay]
     settings: dict[str, Any] = {}
     if layout_of(model):
         return "the model's layers differed before"
     if any(len(block_kept.heads) < layer.heads for layer, block_kept in pairs):
         if not family.head_dim_setting:
             return f"in the family {family_of(model)!r} the number of heads sets the width of a head, so all heads must stay"
-        counts = {(len(block_kept.heads), len(block_kept.kv_heads)) for block_kept in kept}
-        if len(counts) > 1 or not all(block_kept.even for block_kept in kept):
+        counts = {(len(block_kept.heads), len(block_kept.kv_heads)) for _, block_kept in pairs}
+        if len(counts) > 1 or not all(block_kept.even for _, block_kept in pairs):
             return "the layers lost different numbers of heads, or their K/V heads serve different numbers of heads"
         heads, kv_heads = counts.pop()
         if not heads:
@@ -291,11 +355,16 @@ def _uniform_settings(model: Any, family: Family, layers: Sequence[Layer], kept:
     experts = _experts_left(layers, kept)
     if experts is not None:
         settings[EXPERTS_SETTING] = experts
-    return _refusal(model, settings, _cuts(layers, kept)) or settings
+    settings |= _depth_settings(model, family, layers, stay)
+    dropped = {id(p) for i, layer in enumerate(layers) if i not in stay for p in layer.block.parameters()}
+    return _refusal(model, settings, _cuts(layers, kept), dropped) or settings
 
 
-def _refusal(model: Any, settings: dict[str, Any], cuts: Sequence[Cut]) -> str | None:
-    """The reason why the model's class does not build the cut model with these settings; None if it does."""
+def _refusal(model: Any, settings: dict[str, Any], cuts: Sequence[Cut], dropped: Set[int]) -> str | None:
+    """The reason why the model's class does not build the cut model with these settings; None if it does.
+
+    `dropped` are the ids of parameters that go as a whole.
+    """
     if not hasattr(model, "config"):
         return None  # a timm model is rebuilt when it is saved
     config = copy.deepcopy(model.config)
@@ -309,7 +378,8 @@ def _refusal(model: Any, settings: dict[str, Any], cuts: Sequence[Cut]) -> str |
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"transformers says: {lines[-1].strip().rstrip('.')}"
     smaller = _shapes_left(cuts)
-    for (name, parameter), (_, stock_parameter) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
+    left = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in dropped]
+    for (name, parameter), (_, stock_parameter) in zip(left, stock.named_parameters(), strict=True):
         if smaller.get(id(parameter), list(parameter.shape)) != list(stock_parameter.shape):
             return f"a {config.model_type} config cannot describe what is left ({name})"
     return None

@@ -22,6 +22,7 @@ from secateur.experiment.workers import KnownBase, KnownChoice, Task, TaskRun, p
 from secateur.files import jsonio
 from secateur.methods import METHODS, method as method_row
 from secateur.settings import (
+    ADDRESS,
     DISTANCE,
     LABELS,
     NONE,
@@ -244,7 +245,8 @@ def _cell(
         judging.check()
         judging = judging.for_task(task)
         runs[method] = {}
-        seeded = method_row(method).depends_on_seed(task)
+        grouped = Settings(model, target, group_by=options.get("group_by", ADDRESS)).orders_channels  # by calibration data
+        seeded = method_row(method).depends_on_seed(task) or (task == "image" and grouped)
         for seed in seeds:
             # Evaluation images are drawn by seed, texts are not: a choice that does not depend on the seed is judged once per
             # seed on images, and once in all on texts.

@@ -33,7 +33,7 @@ from secateur.search.policies import UCB
 from secateur.search.select import Asked, Measured, select
 from secateur.selection import Pull
 from secateur.tasks import IMAGE, TEXT
-from secateur.units import EXPERT, HEAD, MLP, TARGETS, Unit, n_selected
+from secateur.units import EXPERT, HEAD, MLP, Unit, kinds_of, n_selected
 from secateur.watcher import Watcher
 
 T = TypeVar("T")
@@ -128,8 +128,7 @@ def bench(
     >>> bench(["shape:gpt2"], pulls=4)[0].speedup
     """
     watcher = watcher or Watcher()
-    if target not in TARGETS:
-        raise not_one_of("target", target, TARGETS)
+    kinds_of(target)
     rows = []
     for name in names:
         watcher.stage(f"loading {name}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.model.families import Layer, anatomy, candidate_units, check_group_width, family_of, layer_of
 from secateur.model.loading import load_shapes
-from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, n_selected
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, n_selected, outermost
 
 
 def total_parameters(model: nn.Module) -> int:
@@ -38,13 +38,14 @@ def effective_parameters(layer: Layer, unit: Unit) -> int:
         shared = len(layer.own_kv_heads(unit, layer.heads_in(part.channels))) * layer.head_dim  # outputs of K, and as many of V
         biased = shared and isinstance(layer.qkv[0].bias, Tensor)  # Eq. 13 counts no biases under grouped queries
         total += 2 * d * (width + shared) + (width + 2 * shared if biased else 0)
-    return total
+    outs = [part.projection.bias for part in layer.ranges(unit) if part.whole]
+    return total + sum(bias.numel() for bias in outs if isinstance(bias, Tensor))
 
 
 def zeroed_percent(model: nn.Module, units: Iterable[Unit]) -> float:
     """Z(S), the effective zeroed parameters as a percentage of all parameters (Eq. 15)."""
     layers = anatomy(model)
-    zeroed = sum(effective_parameters(layer_of(layers, unit), unit) for unit in set(units))
+    zeroed = sum(effective_parameters(layer_of(layers, unit), unit) for unit in outermost(set(units)))
     return 100 * zeroed / total_parameters(model)
 
 

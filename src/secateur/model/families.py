@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
 from secateur.model.shrunk import HEAD_DIMS, counting
 from secateur.tasks import TASKS
-from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, TARGETS, Unit, enumerate_units
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, KINDS, KV_GROUP, MLP, Unit, enumerate_units, kinds_of, outermost
 
 SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 
@@ -37,6 +38,7 @@ class Family:
     mlp_packed: bool = False  # a gated MLP in one projection: [all gates | all inputs], or the other way round
     mlp_setting: str = "intermediate_size"  # the config's name for the MLP width; "mlp_ratio" is a multiple of the model width
     heads_setting: str = "num_attention_heads"  # the config's name for the number of heads
+    depth_setting: str = "num_hidden_layers"  # the config's name for the number of blocks; "" where they differ by place
     head_dim_setting: bool = False  # the config sets the width of a head independently of the number of heads
     experts: str = ""  # in blocks that have experts, the module that holds them as three-dimensional parameters
     router: str = ""  # in the same blocks, the module that gives (logits, scores, experts) for each token
@@ -73,6 +75,7 @@ _TIMM = Family(
     mlp_out="mlp.fc2",
     packing=PACKED,
     mlp_setting="mlp_ratio",
+    depth_setting="depth",
 )
 
 _BERT = Family(
@@ -142,7 +145,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": _MOE,
     "vit": _VIT,
     "deit": replace(_VIT, blocks="deit.layers"),
-    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio"),
+    "swin": replace(_VIT, blocks="swin.encoder.layers.*.blocks", mlp_setting="mlp_ratio", depth_setting=""),
     "dinov2": replace(_VIT, task="image embeddings", blocks="dinov2.encoder.layer", mlp_setting="mlp_ratio"),
     "clip_vision_model": _CLIP_VISION,
     "siglip_vision_model": _CLIP_VISION,
@@ -173,24 +176,25 @@ FAMILIES: dict[str, Family] = {
     ),
     "timm/VisionTransformer": _TIMM,
     "timm/VisionTransformerDistilled": _TIMM,
-    "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks"),
+    "timm/SwinTransformer": replace(_TIMM, blocks="layers.*.blocks", depth_setting=""),
 }
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A range of one dimension of a parameter: `parameter.narrow(dim, start, length)`."""
+    """Some places of one dimension of a parameter: a range, or a list of them."""
 
     module: nn.Module
     parameter: Tensor
     dim: int
-    start: int
-    length: int
-    over_inputs: bool = False  # the range is one of the projection's inputs, not of its outputs
+    places: Sequence[int]
+    over_inputs: bool = False  # the places are inputs of the projection, not outputs
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This range of `tensor`, which has the parameter's shape (the parameter itself, or its gradient)."""
-        return tensor.narrow(self.dim, self.start, self.length)
+        """These places of `tensor`, which has the parameter's shape (the parameter itself, or its gradient)."""
+        if isinstance(self.places, range):
+            return tensor.narrow(self.dim, self.places.start, len(self.places))
+        return tensor.index_select(self.dim, torch.tensor(self.places, device=tensor.device))
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,8 @@ class Range:
 
     side: str
     projection: nn.Module
-    channels: range  # or, for EXPERT, the experts' numbers
+    channels: Sequence[int]  # or, for EXPERT, the experts' numbers
+    whole: bool = False  # the projection gives nothing at all, not even its bias
 
 
 @dataclass(frozen=True)
@@ -253,8 +258,17 @@ class Layer:
             what = f"MLP groups of {unit.width} channels" if unit.kind == MLP else f"{KINDS[unit.kind].words}s"
             raise SelectionError(f"There is no unit {unit}: block {unit.layer} has {n} {what}, counted from 0.")
         if unit.kind == MLP:
-            channels = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
-            return (Range(MLP, self.mlp_out, channels),)
+            if unit.channels and unit.channels[-1] >= self.mlp_width:
+                raise SelectionError(
+                    f"There is no unit {unit} with channel {unit.channels[-1]}: block {unit.layer} has {self.mlp_width} MLP "
+                    "channels, counted from 0."
+                )
+            by_address = range(unit.index * unit.width, min((unit.index + 1) * unit.width, self.mlp_width))
+            return (Range(MLP, self.mlp_out, unit.channels or by_address),)
+        if unit.whole:
+            sides = {HEAD: (self.out, self.heads * self.head_dim), MLP: (self.mlp_out, self.mlp_width)}
+            found = [(side, *sides[side]) for side in KINDS[unit.kind].sides]
+            return tuple(Range(side, projection, range(n), whole=True) for side, projection, n in found)
         if unit.kind == EXPERT:
             return (Range(EXPERT, self.mlp_out, range(unit.index, unit.index + 1)),)
         first, last = unit.index, unit.index + 1
@@ -265,15 +279,18 @@ class Layer:
     def count(self, unit: Unit) -> int:
         """How many units of the unit's kind and width the block has."""
         groups = -(-self.mlp_width // (unit.width or 1))
+        if unit.whole:
+            there = {HEAD: self.heads > 0, MLP: self.mlp_width > 0 and not self.experts}
+            return int(all(there[side] for side in KINDS[unit.kind].sides))
         return {HEAD: self.heads, KV_GROUP: self.kv_heads, MLP: groups, EXPERT: self.experts}[unit.kind]
 
     def size(self, unit: Unit) -> int:
         """How many channels the unit has; an expert counts as one."""
         return sum(len(part.channels) for part in self.ranges(unit))
 
-    def heads_in(self, channels: range) -> range:
+    def heads_in(self, channels: Sequence[int]) -> range:
         """The heads that own these input channels of the attention's output projection."""
-        return range(channels.start // self.head_dim, channels.stop // self.head_dim)
+        return range(channels[0] // self.head_dim, channels[-1] // self.head_dim + 1)
 
     def own_kv_heads(self, unit: Unit, heads: range) -> range:
         """The K/V heads that belong to this unit, which has these heads, and to no other.
@@ -295,39 +312,41 @@ class Layer:
     def slices(self, unit: Unit) -> Iterator[Slice]:
         """The parameters that belong to this unit alone: those that Eq. 12-14 count, and W_j of Eq. 33-36."""
         for part in self.ranges(unit):
-            start, length = part.channels.start, len(part.channels)
+            channels = part.channels
             if self.router and part.side in (MLP, EXPERT):
-                yield from self._experts_slices(part.side, start, length)
+                yield from self._experts_slices(part.side, channels)
                 continue
             if part.side == MLP:
                 for module in self.mlp_in:
                     for half in range(1 + self.mlp_packed):
-                        yield from _outputs(module, half * self.mlp_width + start, length)
+                        yield from _outputs(module, _shifted(channels, half * self.mlp_width))
             elif self.packing == PER_HEAD:
-                yield from _outputs(self.qkv[0], 3 * start, 3 * length)
+                yield from _outputs(self.qkv[0], range(3 * channels[0], 3 * (channels[-1] + 1)))
             elif self.packing == PACKED:
                 for third in range(3):
-                    yield from _outputs(self.qkv[0], third * self.heads * self.head_dim + start, length)
+                    yield from _outputs(self.qkv[0], _shifted(channels, third * self.heads * self.head_dim))
             else:
-                yield from _outputs(self.qkv[0], start, length)
-                if kv_heads := self.own_kv_heads(unit, self.heads_in(part.channels)):
+                yield from _outputs(self.qkv[0], channels)
+                if kv_heads := self.own_kv_heads(unit, self.heads_in(channels)):
                     for module in self.qkv[1:]:
-                        yield from _outputs(module, kv_heads.start * self.head_dim, len(kv_heads) * self.head_dim)
+                        yield from _outputs(module, range(kv_heads.start * self.head_dim, kv_heads.stop * self.head_dim))
             projection = part.projection
-            yield Slice(projection, weight_of(projection), input_dim(projection), start, length, over_inputs=True)
+            yield Slice(projection, weight_of(projection), input_dim(projection), channels, over_inputs=True)
+            if part.whole and isinstance(projection.bias, Tensor):
+                yield Slice(projection, projection.bias, 0, range(len(projection.bias)))
 
-    def _experts_slices(self, side: str, start: int, length: int) -> Iterator[Slice]:
+    def _experts_slices(self, side: str, places: Sequence[int]) -> Iterator[Slice]:
         """Whole experts with their rows of the router, or channels of all experts."""
         assert self.router is not None
         gate_up, down = expert_weights(self.mlp_out)
         if side == EXPERT:
-            yield Slice(self.mlp_out, gate_up, 0, start, length)
-            yield Slice(self.mlp_out, down, 0, start, length)
-            yield Slice(self.router, weight_of(self.router), 0, start, length)
+            yield Slice(self.mlp_out, gate_up, 0, places)
+            yield Slice(self.mlp_out, down, 0, places)
+            yield Slice(self.router, weight_of(self.router), 0, places)
             return
         for half in range(2):
-            yield Slice(self.mlp_out, gate_up, 1, half * self.mlp_width + start, length)
-        yield Slice(self.mlp_out, down, 2, start, length, over_inputs=True)
+            yield Slice(self.mlp_out, gate_up, 1, _shifted(places, half * self.mlp_width))
+        yield Slice(self.mlp_out, down, 2, places, over_inputs=True)
 
 
 def family_of(model: nn.Module) -> str:
@@ -414,8 +433,13 @@ def anatomy(model: nn.Module) -> tuple[Layer, ...]:
         ) from error
 
 
-def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GROUP_WIDTH) -> list[Unit]:
-    """All units of `model` that the target allows.
+def candidate_units(
+    model: nn.Module,
+    target: str = HEAD,
+    group_width: int = GROUP_WIDTH,
+    orders: Sequence[Sequence[int]] | None = None,
+) -> list[Unit]:
+    """All units of `model` that the target allows; `orders` are the MLP channels of each block in the order of their groups.
 
     >>> units = candidate_units(model, target="head")
     """
@@ -429,13 +453,14 @@ def candidate_units(model: nn.Module, target: str = HEAD, group_width: int = GRO
         experts=[layer.experts for layer in layers],
         target=target,
         group_width=group_width,
+        orders=orders,
     )
 
 
 def check_group_width(model: nn.Module, target: str, group_width: int) -> None:
     """Refuse groups wider than every MLP of the model: each would be a whole MLP."""
     widest = max((layer.mlp_width for layer in anatomy(model)), default=0)
-    if MLP in TARGETS[target] and group_width > widest > 0:
+    if MLP in kinds_of(target) and group_width > widest > 0:
         raise SettingError(
             f"The group width is {group_width}, but the model's MLPs have {widest} channels, so that a group would be a whole "
             "MLP; choose a smaller --group-width."
@@ -443,9 +468,9 @@ def check_group_width(model: nn.Module, target: str, group_width: int) -> None:
 
 
 def check_disjoint(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Refuse units of which one is a part of another, such as a head and its K/V group: they would count twice."""
+    """Refuse units that share channels, such as a head and its K/V group, unless one is a whole with the other in it."""
     layers, taken = anatomy(model), dict[tuple[int, str, int], Unit]()
-    for unit in units:
+    for unit in outermost(units):
         for part in layer_of(layers, unit).ranges(unit):
             for channel in part.channels:
                 other = taken.setdefault((unit.layer, part.side, channel), unit)
@@ -527,11 +552,17 @@ def _walk(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, item
 
 
-def _outputs(module: nn.Module, start: int, length: int) -> Iterator[Slice]:
-    """The rows of a projection that compute the outputs start:start+length, and their biases."""
-    yield Slice(module, weight_of(module), 1 - input_dim(module), start, length)
+def _outputs(module: nn.Module, places: Sequence[int]) -> Iterator[Slice]:
+    """The rows of a projection that compute these outputs, and their biases."""
+    yield Slice(module, weight_of(module), 1 - input_dim(module), places)
     if isinstance(module.bias, Tensor):
-        yield Slice(module, module.bias, 0, start, length)
+        yield Slice(module, module.bias, 0, places)
+
+
+def _shifted(places: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(places, range):
+        return range(places.start + by, places.stop + by)
+    return [place + by for place in places]
 
 
 def expert_weights(experts: nn.Module) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,33 @@ class Sums(Protocol):
         ...
 
 
+class Weights:
+    """The weights of positions, 1 / (|x|^2 + c)."""
+
+    def __init__(self) -> None:
+        self.usual: Tensor | None = None  # c: the median |x|^2 of the first batch
+
+    def of(self, x: Tensor) -> Tensor:
+        """The weight of each row of (positions, channels) in float32."""
+        squares = x.square().sum(1)
+        if self.usual is None:
+            self.usual = squares.median().clamp(min=torch.finfo(x.dtype).tiny)
+        return (squares + self.usual).reciprocal()
+
+
+class Squares:
+    """The weighted sum of the squares of each channel over the positions seen so far."""
+
+    def __init__(self) -> None:
+        self.weights = Weights()
+        self.sums = torch.zeros(())
+
+    def add(self, x: Tensor) -> None:
+        if len(x):
+            x = x.float()
+            self.sums = self.sums.to(x.device) + (self.weights.of(x)[:, None] * x.square()).sum(0)
+
+
 class Moments:
     """Weighted sums over the positions seen so far: of each channel, and of the products of some channels with all.
 
@@ -39,7 +66,7 @@ class Moments:
         weight = weight_of(projection)
         n = weight.shape[input_dim(projection)]
         self.channels = (torch.arange(n) if channels is None else channels).to(weight.device)
-        self.usual: Tensor | None = None  # c: the median |x|^2 of the first batch
+        self.weighing = Weights()
         self.weights = torch.zeros((), device=weight.device)
         self.sums = torch.zeros(n, device=weight.device)
         self.products = torch.zeros(len(self.channels), n, device=weight.device)
@@ -48,10 +75,7 @@ class Moments:
         if not len(x):
             return
         x = x.float()  # (positions, channels)
-        squares = x.square().sum(1)
-        if self.usual is None:
-            self.usual = squares.median().clamp(min=torch.finfo(x.dtype).tiny)
-        weights = (squares + self.usual).reciprocal()
+        weights = self.weighing.of(x)
         weighted = weights[:, None] * x
         self.weights += weights.sum()
         self.sums += weighted.sum(0)

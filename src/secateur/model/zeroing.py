@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from secateur.errors import UnsupportedModel
 from secateur.model.families import Layer, anatomy, layer_of
 from secateur.model.losses import standing_in
-from secateur.units import EXPERT, Unit
+from secateur.units import BLOCK, EXPERT, Unit
 
 
 def zeroed(model: nn.Module, units: Iterable[Unit]) -> AbstractContextManager[None]:
@@ -32,7 +32,9 @@ def zeroed(model: nn.Module, units: Iterable[Unit]) -> AbstractContextManager[No
 @contextmanager
 def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) -> Iterator[None]:
     """The same for batches that consist of equal parts, one after another: each part has its own units zeroed."""
-    zeroed_ranges: dict[nn.Module, list[tuple[int, range]]] = defaultdict(list)  # by projection: part and channels
+    zeroed_ranges: dict[nn.Module, list[tuple[int, Sequence[int]]]] = defaultdict(list)  # by projection: part and channels
+    silent: dict[nn.Module, set[int]] = defaultdict(set)  # by projection: the parts in which it gives nothing
+    skipped: dict[nn.Module, set[int]] = defaultdict(set)  # by block: the parts in which it gives what it gets
     without: dict[
         tuple[int, bool], list[set[int]]
     ] = {}  # in blocks with experts: the experts, or channels, each part is without
@@ -40,9 +42,14 @@ def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) ->
         for unit in units:
             layer = layer_of(layers, unit)
             for unit_range in layer.ranges(unit):
+                if unit.kind == BLOCK:
+                    skipped[layer.block].add(part)
+                    continue
                 if layer.experts and unit_range.projection is layer.mlp_out:
                     removed = without.setdefault((unit.layer, unit_range.side == EXPERT), [set() for _ in parts])
                     removed[part].update(unit_range.channels)
+                elif unit_range.whole:
+                    silent[unit_range.projection].add(part)
                 else:
                     zeroed_ranges[unit_range.projection].append((part, unit_range.channels))
     with ExitStack() as stack:
@@ -58,10 +65,17 @@ def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) ->
         for projection, ranges in zeroed_ranges.items():
             hook = projection.register_forward_pre_hook(_zeroing_hook(len(parts), ranges))
             stack.callback(hook.remove)
+        for projection, of_parts in silent.items():
+            hook = projection.register_forward_hook(_silencing_hook(len(parts), of_parts))
+            stack.callback(hook.remove)
+        for block, of_parts in skipped.items():  # not a hook: another forward may stand in for this one
+            stack.enter_context(standing_in(block, _skipping(block.forward, len(parts), of_parts)))
         yield
 
 
-def _zeroing_hook(n_parts: int, ranges: list[tuple[int, range]]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _zeroing_hook(
+    n_parts: int, ranges: list[tuple[int, Sequence[int]]]
+) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """A hook that zeroes channels in the input of a projection; `ranges` are pairs of a part and its channels."""
     mask: Tensor | None = None
 
@@ -72,13 +86,38 @@ def _zeroing_hook(n_parts: int, ranges: list[tuple[int, range]]) -> Callable[[nn
             with torch.inference_mode(False):  # the first pass may be in inference mode, and a later one need gradients
                 mask = torch.zeros(n_parts, x.shape[-1], dtype=torch.bool)
                 for part, channels in ranges:
-                    mask[part, channels.start : channels.stop] = True
+                    mask[part, list(channels)] = True
                 mask = mask.to(x.device)
         parts = x.unflatten(0, (n_parts, len(x) // n_parts))
         # Fill instead of multiplying by 0: an infinite activation of a removed unit must not turn into nan.
         return (parts.masked_fill(mask.view(n_parts, *[1] * (x.dim() - 1), -1), 0).flatten(0, 1), *args[1:])
 
     return hook
+
+
+def _silencing_hook(n_parts: int, silent: set[int]) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """A hook that zeroes the output of a projection, bias included, in these parts."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        mask = torch.tensor([part in silent for part in range(n_parts)], device=output.device)
+        parts: Tensor = output.unflatten(0, (n_parts, len(output) // n_parts))
+        return parts.masked_fill(mask.view(n_parts, *[1] * output.dim()), 0).flatten(0, 1)
+
+    return hook
+
+
+def _skipping(forward: Callable[..., Any], n_parts: int, skipped: set[int]) -> Callable[..., Any]:
+    """A block's forward that gives what it gets in these parts. It runs all the same, and so keeps the cache of its keys."""
+
+    def run(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        given = forward(hidden_states, *args, **options)
+        output = given[0] if isinstance(given, tuple) else given
+        mask = torch.tensor([part in skipped for part in range(n_parts)], device=output.device)
+        mask = mask.repeat_interleave(len(output) // n_parts).view(-1, *[1] * (output.dim() - 1))
+        output = torch.where(mask, hidden_states, output)
+        return (output, *given[1:]) if isinstance(given, tuple) else output
+
+    return run
 
 
 class _Without:

@@ -57,7 +57,8 @@ def flap_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch
         norms = weight_of(projection).detach().double().cpu().square().sum(1 - input_dim(projection))
         metric = seen[projection].variance() * norms
         standard = (metric - metric.mean()) / metric.std().clamp(min=torch.finfo(metric.dtype).tiny)
-        scores |= {unit: float(standard[own].mean()) for unit, own in channels.items()}
+        for unit, own in channels.items():
+            scores[unit] = scores.get(unit, 0.0) + float(standard[own].mean())  # a block has two projections
     return {unit: scores[unit] for unit in units}
 
 

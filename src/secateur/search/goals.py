@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from secateur.errors import SettingError
 from secateur.selection import Reached
-from secateur.units import Unit
+from secateur.units import Unit, outermost, selectable
 
 
 class Goal(Protocol):
@@ -22,7 +22,11 @@ class Goal(Protocol):
         ...
 
     def open(self, units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
-        """The units that may still be selected."""
+        """The units that may still be selected: those of which something is left, and that the goal has room for."""
+        ...
+
+    def after(self, selected: Sequence[Unit]) -> Goal:
+        """The same goal, whose weights are what the units still save after the selected ones."""
         ...
 
     def weight(self, unit: Unit) -> float:
@@ -44,7 +48,10 @@ class Count:
         return self.k
 
     def open(self, units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
-        return list(units)
+        return selectable(units, selected)
+
+    def after(self, selected: Sequence[Unit]) -> Count:
+        return self
 
     def weight(self, unit: Unit) -> float:
         return 1.0
@@ -61,10 +68,13 @@ class Share:
     share: float
     left: Callable[[Sequence[Unit]], float]  # the share of the cost that is left without these units
     costs: Mapping[Unit, float]  # the share that each unit saves alone; `left` is exact for sets
+    mean: float | None = None  # of the costs before any unit was selected; None: of these
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
             raise SettingError(f"The goal is {self.share} of the dense model's {self.what}, but must lie between 0 and 1.")
+        if self.mean is not None:
+            return  # another goal's, which was checked
         least = self.left(list(self.costs))
         if least > self.share:
             raise SettingError(
@@ -75,14 +85,30 @@ class Share:
     @cached_property
     def _mean(self) -> float:
         """The mean cost; kept, since every pull asks for a weight."""
-        return sum(self.costs.values()) / len(self.costs)
+        return self.mean if self.mean is not None else sum(self.costs.values()) / len(self.costs)
 
     def n_steps(self, selected: Sequence[Unit]) -> int:
         missing = self.left(selected) - self.share
         return len(selected) + (0 if missing <= 0 else max(1, math.ceil(missing / self._mean)) if self._mean > 0 else 1)
 
     def open(self, units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
-        return list(units)
+        costs = self.after(selected).costs
+        return [unit for unit in selectable(units, selected) if costs[unit] > 0 or not unit.whole]
+
+    def after(self, selected: Sequence[Unit]) -> Share:
+        """A whole saves what is left of it: its cost without that of its parts that are gone."""
+        wholes = [unit for unit in self.costs if unit.whole]
+        if not wholes or not selected:
+            return self
+        gone: dict[int, list[Unit]] = {}
+        for unit in outermost(selected):
+            gone.setdefault(unit.layer, []).append(unit)
+        left = {whole: self._left_of(whole, gone[whole.layer]) for whole in wholes if whole.layer in gone}
+        return replace(self, costs={**self.costs, **left}, mean=self._mean)
+
+    def _left_of(self, whole: Unit, gone: Sequence[Unit]) -> float:
+        left = self.costs[whole] - sum(self.costs[unit] for unit in gone if not selectable([unit], [whole]))
+        return left if left > 1e-6 * self.costs[whole] else 0.0
 
     def weight(self, unit: Unit) -> float:
         return max(self.costs[unit] / self._mean, 1e-3) if self._mean > 0 else 1.0
@@ -109,6 +135,9 @@ class Quota:
         """Units whose cell still has quota."""
         taken = Counter(self.cells[unit] for unit in selected)
         return [unit for unit in units if unit in self.cells and taken[self.cells[unit]] < self.room[self.cells[unit]]]
+
+    def after(self, selected: Sequence[Unit]) -> Quota:
+        return self
 
     def weight(self, unit: Unit) -> float:
         return self.share.weight(unit) if self.share else 1.0

@@ -5,6 +5,7 @@ A score function takes (model, units, batches, seed); a row of methods.py names 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,9 @@ from secateur.model.losses import (
     predictions,
     real_positions,
 )
-from secateur.model.moments import DAMPING, Moments, gather
+from secateur.model.moments import DAMPING, Moments, Squares, gather
 from secateur.selection import Selection
+from secateur.settings import FISHER
 from secateur.streams import SCORES, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import MLP, Unit
@@ -158,7 +160,8 @@ def obs_scores(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch]
     gather(model, moments, batches)
     scores: dict[Unit, float] = {}
     for projection, channels in by_projection.items():
-        scores |= _obs(projection, moments.pop(projection), channels)
+        for unit, score in _obs(projection, moments.pop(projection), channels).items():
+            scores[unit] = scores.get(unit, 0.0) + score  # a block has two projections
     return {unit: scores[unit] for unit in units}
 
 
@@ -297,6 +300,55 @@ def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Ba
     refuse_experts("of mask gradients", model, units)
     entering = by_output(model, units)
     places = {unit: i for i, unit in enumerate(units)}
+    found = []
+    for rows, per_channel in _channel_gradients(model, list(entering), batches, loss):
+        of_batch = torch.zeros(rows, len(units))
+        for projection, gradients in per_channel.items():
+            for unit, channels in entering[projection].items():
+                of_batch[:, places[unit]] += gradients[:, channels].sum(1)
+        found.append(of_batch)
+    return torch.cat(found)
+
+
+def channel_orders(model: nn.Module, by: str, batches: Sequence[Batch], loss: Loss | None = None) -> list[list[int]]:
+    """The MLP channels of each block from the lowest score to the highest, so that neighbours matter alike.
+
+    FISHER is the Fisher information of a mask of the channel (`mask_gradients`). ACTIVATION is the second moment of the channel
+    where it enters the output projection, its positions weighted as model/moments.py says, times the squared norm of its
+    weights there.
+    """
+    layers = anatomy(model)
+    if not batches:
+        raise SettingError(f"MLP channels are ordered by {by} on calibration batches, and there are none.")
+    if any(layer.experts for layer in layers):
+        raise SettingError("The channels of experts can only be grouped by address: leave --group-by out.")
+    projections = [layer.mlp_out for layer in layers]
+    scores = (_channel_fisher if by == FISHER else _channel_activations)(model, projections, batches, loss)
+    return [score.nan_to_num(nan=math.inf).argsort(stable=True).tolist() for score in scores]
+
+
+def _channel_fisher(
+    model: nn.Module, projections: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss | None
+) -> list[Tensor]:
+    sums = [torch.zeros(())] * len(projections)
+    for _, gradients in _channel_gradients(model, projections, batches, loss):
+        sums = [total + gradients[projection].square().sum(0) for total, projection in zip(sums, projections, strict=True)]
+    return sums
+
+
+def _channel_activations(
+    model: nn.Module, projections: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss | None
+) -> list[Tensor]:
+    seen = {projection: Squares() for projection in projections}
+    gather(model, seen, batches)
+    norms = [weight_of(one).detach().float().square().sum(1 - input_dim(one)) for one in projections]
+    return [seen[projection].sums * norm for projection, norm in zip(projections, norms, strict=True)]
+
+
+def _channel_gradients(
+    model: nn.Module, projections: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss | None
+) -> Iterator[tuple[int, dict[nn.Module, Tensor]]]:
+    """For each batch, its rows and the gradients in a mask of each channel that enters a projection: (rows, channels)."""
     masks: dict[nn.Module, Tensor] = {}  # of the present batch
     rows = 0
 
@@ -307,8 +359,7 @@ def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Ba
         parts = x.unflatten(0, (rows, len(x) // rows))
         return ((parts * masks[module].view(rows, *[1] * (x.dim() - 1), -1)).flatten(0, 1), *args[1:])
 
-    found = []
-    handles = [projection.register_forward_pre_hook(multiply) for projection in entering]
+    handles = [projection.register_forward_pre_hook(multiply) for projection in projections]
     try:
         with _requiring(model, []):
             for batch in batches:
@@ -316,16 +367,10 @@ def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Ba
                 masks.clear()
                 value = _differentiable_loss(model, batch, loss)
                 gradients = torch.autograd.grad(value, list(masks.values()), allow_unused=True, materialize_grads=True)
-                of_batch = torch.zeros(rows, len(units))
-                for projection, gradient in zip(masks, gradients, strict=True):
-                    per_channel = gradient.detach().float().cpu() * rows
-                    for unit, channels in entering[projection].items():
-                        of_batch[:, places[unit]] += per_channel[:, channels].sum(1)
-                found.append(of_batch)
+                yield rows, {one: found.detach().float().cpu() * rows for one, found in zip(masks, gradients, strict=True)}
     finally:
         for handle in handles:
             handle.remove()
-    return torch.cat(found)
 
 
 @contextmanager

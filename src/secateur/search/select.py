@@ -128,13 +128,13 @@ def select(
     looks = isinstance(meter, Foreteller) and meter.has_gradients(units)
     while len(selected) < (n_steps := goal.n_steps(selected)):
         pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
-        plan = Plan(1, pulls_per_step)
+        plan, priced = Plan(1, pulls_per_step), goal.after(selected)
         if isinstance(policy, Planner):
             plan = policy.plan(n_steps, n_steps - len(selected), Spent(passes.count, len(trace)), gradients=looks)
             if plan.gradient_batches and isinstance(meter, Foreteller):
                 watcher.look(len(selected), n_steps, plan.gradient_batches)
-                passes.count += GRADIENT_PASSES * beliefs.look(meter, pool, plan.gradient_batches, goal)
-        search = _StepSearch(len(selected), n_steps, pool, plan, meter, goal, temperature, journal, watcher, passes)
+                passes.count += GRADIENT_PASSES * beliefs.look(meter, pool, plan.gradient_batches, priced)
+        search = _StepSearch(len(selected), n_steps, pool, plan, meter, priced, temperature, journal, watcher, passes)
         options = {"wanted": plan.units, "left": n_steps - len(selected)} if isinstance(policy, Planner) else {}
         choice = search.hold(policy.run(beliefs.of(pool), plan.pulls, policy_rng, **options))
         trace += search.pulls
