@@ -90,9 +90,10 @@ def run_kills(name: str, n_kills: int, good: Good, root: Path, rng: random.Rando
         if killed.code not in ENDED_BY and NO_CLUSTER not in killed.err:
             yield f"the run that was to be killed ended with {killed.code}: {killed.err[-300:]}"
             continue
-        ran = forks.run(again, root, limited=False)
-        while NO_CLUSTER in ran.err:
+        for _ in range(3):
             ran = forks.run(again, root, limited=False)
+            if NO_CLUSTER not in ran.err:
+                break
         if ran.code != 0:
             yield f"started again, it ended with {ran.code}: {ran.err[-300:]}"
         else:
