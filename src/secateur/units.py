@@ -160,7 +160,8 @@ def selectable(units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
 def outermost(units: Iterable[Unit]) -> list[Unit]:
     """The units that are not inside another one of them: those of an attention that went later are in it."""
     units = list(units)
-    return [unit for i, unit in enumerate(units) if selectable([unit], [*units[:i], *units[i + 1 :]])]
+    wholes = [unit for unit in units if unit.whole]
+    return [unit for unit in units if selectable([unit], [whole for whole in wholes if whole != unit])]
 
 
 def check_ratio(ratio: float) -> None:

@@ -199,8 +199,7 @@ def parameters_left(model: nn.Module, units: Iterable[Unit]) -> int:
     stay = set(blocks_left(model, layers, kept))
     dropped = {id(p) for i, layer in enumerate(layers) if i not in stay for p in layer.block.parameters()}
     shapes = _shapes_left(_cuts(layers, kept))
-    sizes = (math.prod(shapes.get(id(p), p.shape)) for p in model.parameters() if id(p) not in dropped)
-    return sum(sizes)
+    return sum(math.prod(shapes.get(id(p), p.shape)) for p in model.parameters() if id(p) not in dropped)
 
 
 Cut = tuple[Tensor, int, Sequence[int]]  # the parameter that becomes smaller, the dimension, and the indices that stay

@@ -92,8 +92,11 @@ class Share:
         return len(selected) + (0 if missing <= 0 else max(1, math.ceil(missing / self._mean)) if self._mean > 0 else 1)
 
     def open(self, units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
+        left = selectable(units, selected)
+        if not any(unit.whole for unit in left):
+            return left
         costs = self.after(selected).costs
-        return [unit for unit in selectable(units, selected) if costs[unit] > 0 or not unit.whole]
+        return [unit for unit in left if costs[unit] > 0 or not unit.whole]
 
     def after(self, selected: Sequence[Unit]) -> Share:
         """A whole saves what is left of it: its cost without that of its parts that are gone."""
