@@ -9,8 +9,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 install: .venv/.installed
 
 demo: $(MODEL)/config.json
-	$(BIN)/secateur prune $(MODEL) --method ucb --target kv_group --ratio 0.05 --pulls-per-step 14 --batches-per-pull 1 \
-		--batch-size 2 --calibration builtin --calibration-size 128 --evaluation-batches 16 --repair -o demo-out
+	$(BIN)/secateur prune $(MODEL) --target kv_group --ratio 0.05 --budget 80forwards --batch-size 2 \
+		--calibration builtin --calibration-size 128 --evaluation-batches 16 --repair -o demo-out
 
 # For daily work: the linters, and all tests but those marked slow.
 check: lint

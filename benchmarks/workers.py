@@ -1,7 +1,7 @@
 """One search on many workers against one process: python benchmarks/workers.py [MODEL ...] [--workers 2] [--repeats 7]
 
 The same measurements, in turns, by one process with its lanes and by workers that share its threads: units spread over the
-model on two common batches, as a round of halving asks for them, with base runs made before. Losses must be the same to the
+model on two common batches, as a round of auto asks for them, with base runs made before. Losses must be the same to the
 bit. SmolLM2-135M is made by scripts/smollm2.py; DeiT-Tiny is looked for in $SECATEUR_DATA.
 """
 

@@ -334,7 +334,7 @@ class Auto:
             posterior.hear(heard)
             room = budget - stats.pulls
             chances, regret = posterior.outlook(wanted, ~stats.broken, rng)
-            if room < 2 or regret <= self.enough * float(np.abs(posterior.means).mean()):
+            if room < 2 or stats.broken.all() or regret <= self.enough * float(np.abs(posterior.means).mean()):
                 return _best_of(stats, posterior, posterior.outlook(min(left, len(beliefs)), ~stats.broken, rng)[0])
             doubtful = np.argsort(np.where(stats.broken, np.inf, np.abs(chances - 0.5)), kind="stable")
             arms = doubtful[: max(2, math.ceil(room / 2))]
@@ -414,9 +414,10 @@ class Posterior:
         Both are means over draws from the posterior.
         """
         means = np.where(sound, self.means, 1e9)  # an arm that broke the loss is never among the best
-        draws = means + np.sqrt(self.variances) * rng.standard_normal((DRAWS, len(means)))
+        n = max(100, min(DRAWS, 10**7 // len(means)))  # of very many arms fewer draws, for memory's sake
+        draws = means + np.sqrt(self.variances) * rng.standard_normal((n, len(means)))
         best = np.argpartition(draws, wanted - 1, axis=1)[:, :wanted]
-        chances = np.bincount(best.ravel(), minlength=len(means)) / DRAWS
+        chances = np.bincount(best.ravel(), minlength=len(means)) / n
         chosen = np.argsort(means, kind="stable")[:wanted]
         regret = draws[:, chosen].sum(1) - np.take_along_axis(draws, best, 1).sum(1)
         return chances, float(regret.mean()) / wanted
