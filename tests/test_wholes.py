@@ -321,5 +321,5 @@ def test_every_family_says_whether_its_blocks_can_be_counted() -> None:
         model = FAMILIES_TINY[name]()
         setting = FAMILIES[family_of(model)].depth_setting
         assert bool(setting) == ("swin" not in name)
-        assert name in TIMM or not setting or getattr(model.config, setting) == len(anatomy(model))  # type: ignore[union-attr]
+        assert name in TIMM or not setting or getattr(model.config, setting) == len(anatomy(model))
         goal_of(sc.Settings("m", target="block"), sc.Opened("m", model), candidate_units(model, BLOCK), None, Watcher())

@@ -101,7 +101,8 @@ def _silencing_hook(n_parts: int, silent: set[int]) -> Callable[[nn.Module, tupl
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         mask = torch.tensor([part in silent for part in range(n_parts)], device=output.device)
         parts = output.unflatten(0, (n_parts, len(output) // n_parts))
-        return parts.masked_fill(mask.view(n_parts, *[1] * output.dim()), 0).flatten(0, 1)
+        silenced: Tensor = parts.masked_fill(mask.view(n_parts, *[1] * output.dim()), 0).flatten(0, 1)
+        return silenced
 
     return hook
 
