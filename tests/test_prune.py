@@ -39,7 +39,7 @@ def prune(world: World, task: str = "text", **settings: Any) -> sc.PruneResult:
 def chosen(world: World, task: str, **settings: Any) -> tuple[sc.Opened, sc.Selection]:
     """The units that the same settings choose, without prune."""
     opened = sc.open_model(str(world.of(task)[0]), device="cpu")
-    asked = sc.Settings(opened.name, calibration=str(world.of(task)[1]), device="cpu", **(SMALL | settings))
+    asked = sc.Settings(opened.name, calibration=str(world.of(task)[1]), device="cpu", **small(settings))
     return opened, sc.choose(opened, loaded(world, task)[1], asked.for_task(task))
 
 

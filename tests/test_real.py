@@ -76,24 +76,26 @@ def test_smollm2_s_losses_are_the_same_to_the_bit_with_all_that_is_kept_and_side
 
 @needs_smollm2
 def test_smollm2_is_pruned_of_two_heads_end_to_end(tmp_path: Path, run: Run) -> None:
-    search = ["--ratio", 2 / 270, "--pulls-per-step", 3, "--batches-per-pull", 1]
+    search = ["--ratio", 2 / 270, "--budget", "12forwards"]
     data = ["--batch-size", 1, "--calibration-size", 8, "--evaluation-batches", 2]
-    ran = run("prune", SMOLLM2, *search, *data, "--device", "cpu", "-o", tmp_path, "--json")
+    ran = run("prune", SMOLLM2, *search, *data, "--device", "cpu", "--no-measure", "-o", tmp_path, "--json")
     assert (ran.code, ran.complaints) == (0, [])
     record = ran.document
-    assert (len(record["units"]), record["pulls"], record["nonfinite_pulls"]) == (2, 6, 0)
+    assert (len(record["units"]), record["nonfinite_pulls"]) == (2, 0)
+    selection = sc.Selection.load(tmp_path / "selection.json")
+    assert record["pulls"] >= 2 and selection.gradient_batches >= 2 and 6 < selection.passes < 18
     assert record["total_params"] == 134_515_008
     assert record["zeroed_percent"] == pytest.approx(
         100 * 2 * (2 * 576 * 64) / 134_515_008
     )  # Eq. 13: 9 heads share 3 K/V heads
     assert 1 < record["dense"]["perplexity"] < 100
     assert abs(record["ppl_change_percent"]) < 50
-    assert len(sc.Selection.load(tmp_path / "selection.json").units) == 2
+    assert len(selection.units) == 2
 
 
 @needs_deit
 def test_deit_tiny_is_pruned_end_to_end_on_imagenette(tmp_path: Path, run: Run) -> None:
-    search = ["--ratio", 0.10, "--pulls-per-step", 2, "--batches-per-pull", 1]
+    search = ["--ratio", 0.10, "--method", "ucb", "--pulls-per-step", 2, "--batches-per-pull", 1]
     data = ["--calibration", IMAGENETTE, "--calibration-size", 64, "--evaluation-size", 64, "--batch-size", 16]
     ran = run("prune", DEIT, *search, *data, "--device", "cpu", "-o", tmp_path, "--json")
     assert (ran.code, ran.complaints) == (0, [])

@@ -35,16 +35,18 @@ SMALL: dict[str, Any] = {
     "seq_len": SEQ_LEN,
     "layout": "none",
 }
+BUDGET = "24pulls"  # of auto
 GOALS = {f"{word}_{what}" for word in ("keep", "target") for what in ("params", "flops", "latency")}
 N_UNITS = {"head": 9, "mlp": 12, "both": 21}  # 3 blocks with 3 heads and 14 MLP channels in groups of 4
 K = {"head": 3, "mlp": 4, "both": 6}  # Eq. 6 at a ratio of 0.3
 
 
 def small(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """SMALL with these settings, without its ratio beside a goal and without its pulls a step for auto, which has a budget."""
-    left_out = {"ratio"} if GOALS & settings.keys() else set()
-    left_out |= {"pulls_per_step"} if settings.get("method") == "auto" else set()
-    return {name: value for name, value in SMALL.items() if name not in left_out} | dict(settings)
+    """SMALL with these settings, without its ratio beside a goal, and with a budget in place of its pulls a step for auto."""
+    planned = settings.get("method") == "auto"
+    left_out = ({"ratio"} if GOALS & settings.keys() else set()) | ({"pulls_per_step"} if planned else set())
+    kept = {name: value for name, value in SMALL.items() if name not in left_out}
+    return kept | ({"budget": BUDGET} if planned else {}) | dict(settings)
 
 
 @dataclass(frozen=True)
@@ -263,12 +265,12 @@ FLAGS = ["--device", "cpu", *(word for name, value in SMALL.items() for word in 
 
 
 def flags_beside(options: Sequence[object]) -> list[str]:
-    """FLAGS, without the ratio beside a goal and without the pulls of a step for auto, which has a budget."""
+    """FLAGS, without the ratio beside a goal, and with a budget in place of the pulls of a step for auto."""
     goal = any(str(option).startswith(("--keep-", "--target-")) for option in options)
     left_out = ["--ratio"] if goal else []
     left_out += ["--pulls-per-step"] if "auto" in options else []
     kept = [(name, value) for name, value in zip(FLAGS[::2], FLAGS[1::2], strict=True) if name not in left_out]
-    return [word for pair in kept for word in pair]
+    return [word for pair in kept for word in pair] + (["--budget", BUDGET] if "auto" in options else [])
 
 
 def prune_command(world: World, out: Path, *more: object, task: str = "text", model: object = None) -> list[object]:

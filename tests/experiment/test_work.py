@@ -31,7 +31,8 @@ ALL_METHODS = '"random", "magnitude", "wanda", "taylor", "fisher", "greedy", "uc
 
 
 def with_all_methods(text: str) -> str:
-    return text.replace('"random", "magnitude", "fisher", "greedy", "ucb", "ts"', ALL_METHODS)
+    few = 'auto = { budget = "12pulls" }'
+    return text.replace('"random", "magnitude", "fisher", "greedy", "ucb", "ts"]', f"{ALL_METHODS}]\n{few}")
 
 
 @pytest.mark.parametrize("task", ["text", "image"])
