@@ -239,7 +239,7 @@ def test_a_whole_weighs_what_is_left_of_it_and_nothing_once_its_parts_are_gone()
     assert Count(3).open([first, ATTENTION_1], [BLOCK_1]) == [] and Count(3).after([first]) == Count(3)
 
 
-@pytest.mark.parametrize("method", ["ucb", "ts", "greedy", "auto", "auto", "fisher"])
+@pytest.mark.parametrize("method", ["ucb", "ts", "greedy", "auto", "fisher"])
 def test_a_search_over_granularities_reaches_its_goal_with_nothing_chosen_inside_what_is_gone(
     method: str, world: World, tmp_path: Path
 ) -> None:

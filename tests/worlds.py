@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +269,10 @@ def flags_beside(options: Sequence[object]) -> list[str]:
     """FLAGS, without the ratio beside a goal, and with a budget in place of the pulls of a step for auto."""
     goal = any(str(option).startswith(("--keep-", "--target-")) for option in options)
     left_out = ["--ratio"] if goal else []
-    left_out += ["--pulls-per-step"] if "auto" in options else []
+    planned = ("--method", "auto") in pairwise(options)
+    left_out += ["--pulls-per-step"] if planned else []
     kept = [(name, value) for name, value in zip(FLAGS[::2], FLAGS[1::2], strict=True) if name not in left_out]
-    return [word for pair in kept for word in pair] + (["--budget", BUDGET] if "auto" in options else [])
+    return [word for pair in kept for word in pair] + (["--budget", BUDGET] if planned else [])
 
 
 def prune_command(world: World, out: Path, *more: object, task: str = "text", model: object = None) -> list[object]:
