@@ -250,5 +250,5 @@ def perform(task: Opening | Ask, part: Part) -> Answer | Exception | None:
         return _desk.answer(task)
     except SecateurError as error:
         return error
-    except Exception:
+    except Exception:  # a worker that died of a fault of ours would be replaced three times, and the fault be lost
         return RuntimeError(f"A worker failed:\n{traceback.format_exc()}")
