@@ -341,3 +341,14 @@ def test_a_run_killed_outright_goes_on_to_the_same_selection(tmp_path: Path) -> 
     meter = FakeMeter(DAMAGES)
     assert run(path, policy=Thompson(), meter=meter) == plain(Thompson())
     assert len(meter.measured) == 24 - 11
+
+
+def test_a_number_that_was_found_once_is_the_same_for_a_run_that_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, {}) as journal:
+        assert journal.fact("forwards", lambda: 812) == 812
+    with Journal(path, {}) as journal:
+        assert journal.n_replayed == 0  # it is no pull
+        assert journal.fact("forwards", lambda: 99) == 812
+    with Journal(path, {}) as journal, pytest.raises(OutputError, match="edited"):
+        journal.fact("backwards", lambda: 1)

@@ -44,7 +44,8 @@ class Journal:
             self._lines.close()
             raise
         self._position = 0
-        self.n_replayed = len(self._records)  # pulls made before the run was killed
+        pulls = [record for record in self._records if not (isinstance(record, dict) and "fact" in record)]
+        self.n_replayed = len(pulls)  # made before the run was killed
         self.replaying = False  # whether the last pull asked for was already in the journal
 
     def __enter__(self) -> Journal:
@@ -73,11 +74,13 @@ class Journal:
             raise self.edited()
         return record
 
-    def fact(self, name: str, find: Callable[[], Any]) -> Any:
-        """Something that a run finds out once: what an earlier start found, or what `find` returns now and is written down."""
+    def fact(self, name: str, find: Callable[[], int]) -> int:
+        """A number that a run finds out once: what an earlier start found, or what `find` returns now and is written down."""
         recorded = self.replay({"fact": name})
         if recorded is not None:
-            return recorded.get("value")
+            if not isinstance(recorded.get("value"), int):
+                raise self.edited()
+            return recorded["value"]
         value = find()
         self.append({"fact": name, "value": value})
         return value

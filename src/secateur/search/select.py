@@ -112,8 +112,9 @@ def select(
 ) -> Selection:
     """Algorithm 1: at each step the policy measures candidates of a pool and chooses one, which is zeroed from then on.
 
-    A step may spend `pulls_per_step` pulls. A `goal` ends the search in place of the ratio; experts need one. A `prior` is a
-    belief about some units before the first step. The `watcher` is called after each pull and each step.
+    A step may spend `pulls_per_step` pulls; a policy that plans has a budget of its own, and may choose several units in a
+    step. A `goal` ends the search in place of the ratio; experts need one. A `prior` is a belief about some units before the
+    first step. The `watcher` is called after each pull and each step.
 
     >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
     """
@@ -125,7 +126,7 @@ def select(
     steps: list[Step] = []
     trace: list[Pull] = []
     passes = Passes(1 + max((unit.layer for unit in units), default=0))
-    looks = isinstance(meter, Foreteller) and meter.has_gradients(units)
+    looks = isinstance(policy, Planner) and isinstance(meter, Foreteller) and meter.has_gradients(units)
     while len(selected) < (n_steps := goal.n_steps(selected)):
         pool = candidates.pool(selected, policy.pool_size, pulls_per_step)
         plan, priced = Plan(1, pulls_per_step), goal.after(selected)
