@@ -78,9 +78,10 @@ class Journal:
         """A number that a run finds out once: what an earlier start found, or what `find` returns now and is written down."""
         recorded = self.replay({"fact": name})
         if recorded is not None:
-            if not isinstance(recorded.get("value"), int):
+            known = recorded.get("value")
+            if not isinstance(known, int):
                 raise self.edited()
-            return recorded["value"]
+            return known
         value = find()
         self.append({"fact": name, "value": value})
         return value
