@@ -77,7 +77,7 @@ def test_the_front_door_of_the_design_works_step_by_step(world: World) -> None:
 @pytest.mark.parametrize("task", ["text", "image"])
 @pytest.mark.parametrize("method", METHODS)
 def test_prune_finds_what_choose_and_judge_find_step_by_step(method: str, task: str, world: World) -> None:
-    result = prune(world, task, method=method, target="both")
+    result = prune(world, task, method=method, target="both", group_by="address")
     opened, selection = chosen(world, task, method=method, target="both")
     assert selection == result.selection
     assert sc.judge(opened.model, selection, loaded(world, task)[2]) == result.record.judgement

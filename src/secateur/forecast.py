@@ -25,7 +25,7 @@ from secateur.search.policies import GRADIENT_PASSES, Moment, Slope
 from secateur.search.scores import channel_orders, unit_scores
 from secateur.search.select import Asked, Measured, Screen, select
 from secateur.selection import Pull
-from secateur.settings import NONE, Cutting, Job, Judging, Machine, Settings, keywords, make_job
+from secateur.settings import NONE, ZEROED, Cutting, Job, Judging, Machine, Settings, keywords, make_job
 from secateur.steps import calibration_of, evaluation_of, open_job
 from secateur.streams import BATCHES, stream
 from secateur.tasks import TASKS, TEXT
@@ -247,7 +247,10 @@ def _choosing(
     policy_of = settings.row.policy
     if policy_of is None:
         return scoring, _Runs(), None
-    meter = meter_of(opened, calibration, settings, job.machine)  # refuses budgets that these batches do not allow
+    if settings.fills:  # learnt in a pass over all batches; a pull then takes about as long as without
+        scoring += _batch_seconds(opened, calibration) * len(calibration)
+    # Refuses budgets that these batches do not allow.
+    meter = meter_of(opened, calibration, replace(settings, damage=ZEROED), job.machine)
     settings = in_forwards(settings, meter)
     runs = _rehearsed(
         settings, len(calibration), units, removed, screen, gradients=settings.planned and meter.has_gradients(units)
@@ -313,7 +316,7 @@ def _batch_seconds(opened: Opened, evaluation: Batches) -> float:
 def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, judged: bool, cuts: bool) -> dict[str, Value]:
     """The settings that this job reads, with what the task and the machine decide in place of None."""
     groups = {Settings, Machine, *([Judging] if judged else []), *([Cutting] if cuts else [])}
-    parts = dict(zip((Settings, Judging, Cutting, Machine), job, strict=True))
+    parts = dict(zip((Settings, Judging, Cutting, Machine), job[:4], strict=True))
     left_out = job.settings.unused() | ({"ratio"} if job.settings.keep else set())
     if not job.settings.row.policy:
         left_out |= {"screen", "lanes", "cache_memory", "workers", "ray"}

@@ -37,6 +37,8 @@ LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
 ADDRESS, FISHER, ACTIVATION = "address", "fisher", "activation"
 GROUPINGS = (ADDRESS, FISHER, ACTIVATION)
+ZEROED, REPAIRED = "zeroed", "repaired"
+DAMAGES = (ZEROED, REPAIRED)
 LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
 JOINED, LINES, JSONL = "joined", "lines", "jsonl"
 DOCUMENTS = (JOINED, LINES, JSONL)
@@ -57,10 +59,11 @@ def _setting(default: Any, section: str, help: str | Callable[[], str], **more: 
 
     Besides the help line `more` can say: `least` and `most` (the smallest and the largest value; what has a least is a count),
     `share` (it lies between 0 and 1), `choices`, `by_task` (its defaults for texts and for images), `unset` (what files and
-    flags say for None), `recorded` (its name in files), `flag` (its name on the command line and in grids, where that
-    differs), `words` (its name in sentences), `hidden` (it has no option of its own), `added` (files leave it out at its
-    default, so that those written before it was added stay the same), `unless_goal` (the command line passes it on only where
-    the user gave it, for it cannot stand beside a goal).
+    flags say for None), `decided` (where the user does not set it, other settings decide, as the help line says), `recorded`
+    (its name in files), `flag` (its name on the command line and in grids, where that differs), `words` (its name in
+    sentences), `hidden` (it has no option of its own), `added` (files leave it out at its default, so that those written
+    before it was added stay the same), `unless_goal` (the command line passes it on only where the user gave it, for it cannot
+    stand beside a goal).
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
 
@@ -196,10 +199,21 @@ class Settings(_Checked):
         ADDRESS,
         CHOOSING,
         "Which MLP channels make a group. address: neighbours, as in the paper; or those that matter alike, by a score: fisher "
-        "(the Fisher information of a mask) or activation (what the channels carry, times their weights).",
+        "(the Fisher information of a mask) or activation (what the channels carry, times their weights). "
+        "[default: activation by auto, address by other methods and of experts]",
         choices=lambda: GROUPINGS,
         words="grouping",
         added=True,
+        decided=True,
+    )
+    damage: str = _setting(
+        ZEROED,
+        SEARCH,
+        "What a measurement asks. zeroed: what the loss is without a unit; repaired: what it is when the channels that stay "
+        "make up for the unit, as a repair lets them. [default: repaired by auto with --repair, else zeroed]",
+        choices=lambda: DAMAGES,
+        added=True,
+        decided=True,
     )
     score_batches: int = _setting(
         16,
@@ -315,6 +329,11 @@ class Settings(_Checked):
         """Whether a score orders the MLP channels before they are grouped."""
         return self.group_by != ADDRESS and MLP in kinds_of(self.target)
 
+    @property
+    def fills(self) -> bool:
+        """Whether units are measured with their channels predicted from those that stay."""
+        return self.damage == REPAIRED and self.row.policy is not None
+
     def score_passes(self, n_calibration: int) -> int:
         """The model passes of that score or set, of this many calibration batches in all."""
         return METHODS[self.scored_by].passes(min(self.score_batches, n_calibration)) if self.scores_batches else 0
@@ -324,7 +343,7 @@ class Settings(_Checked):
         passes = self.score_passes(n_calibration)
         cost = passes * (GRADIENT_PASSES if passes and METHODS[self.scored_by].needs == GRADIENTS else 1)
         ordering = min(self.score_batches, n_calibration) * (GRADIENT_PASSES if self.group_by == FISHER else 1)
-        return cost + (ordering if self.orders_channels else 0)
+        return cost + (ordering if self.orders_channels else 0) + (n_calibration if self.fills else 0)
 
     @property
     def keep(self) -> tuple[str, float] | None:
@@ -367,7 +386,7 @@ class Settings(_Checked):
         """The names of settings that the method does not read."""
         unused = {name for row in METHODS.values() for name in row.settings} - set(self.row.settings)
         if not self.row.policy:
-            unused |= {*OF_A_STEP, "stack"}
+            unused |= {*OF_A_STEP, "stack", "damage"}
         if self.planned:
             unused |= set(OF_A_STEP)
         if not self.screening:
@@ -492,9 +511,15 @@ class Job(NamedTuple):
     judging: Judging
     cutting: Cutting
     machine: Machine
+    given: frozenset[str] = frozenset()  # the settings that the user set
 
-    def for_task(self, task: str) -> Job:
+    def for_task(self, task: str, *, experts: bool = False) -> Job:
+        """The job with the defaults of a task, for a model with or without experts."""
         settings = self.settings.for_task(task)
+        decided: dict[str, Any] = {}
+        if settings.planned and not experts:  # the paper's methods group by address, and zero what they measure
+            decided = {"group_by": ACTIVATION} | ({"damage": REPAIRED} if self.cutting.repair else {})
+        settings = replace(settings, **{name: value for name, value in decided.items() if name not in self.given})
         judging = replace(self.judging.for_task(task), data=self.judging.data or settings.calibration)
         return self._replace(settings=settings, judging=judging)
 
@@ -526,19 +551,21 @@ def make_job(model: str, **settings: Any) -> Job:
     10
     """
     values: dict[type[_Checked], dict[str, Any]] = {group: {} for group in GROUPS}
+    given = set()
     for name, value in settings.items():
         if name in OLD_NAMES:
             warnings.warn(f"{name} is now called {OLD_NAMES[name]}", FutureWarning, stacklevel=3)
             name = OLD_NAMES[name]
         if name not in keywords():
             raise not_one_of("setting", name, sorted(keywords()))
+        given.add(name)
         group, field = keywords()[name]
         values[group][field.name] = plain_path(value) if name in ("calibration", "data") and value else value
     if not model:
         raise SettingError("The name of the model is empty: give a folder, a hub name, or timm:NAME.")
     values[Settings]["model"] = plain_path(model)
-    job = Job(*(group(**values[group]) for group in GROUPS))  # type: ignore[arg-type]
-    for part in job:
+    job = Job(*(group(**values[group]) for group in GROUPS))._replace(given=frozenset(given))  # type: ignore[arg-type]
+    for part in (job.settings, job.judging, job.cutting, job.machine):
         part.check()
     if settings.get("ratio") is not None and job.settings.keep:
         raise ratio_and_goal()

@@ -33,7 +33,7 @@ from secateur.measure.judge import judge
 from secateur.measure.memory import disk_bytes, peak_memory
 from secateur.measure.speed import Measurement, check_measure, measure
 from secateur.model.accounting import zeroed_percent
-from secateur.model.families import candidate_units, check_disjoint, check_group_width, task_of
+from secateur.model.families import anatomy, candidate_units, check_disjoint, check_group_width, task_of
 from secateur.model.loading import Opened, digest, load_model, open_model
 from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
@@ -58,7 +58,8 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
     )
     opened = replace(opened, loss=loss)
     check_group_width(opened.model, settings.target, settings.group_width)
-    return opened, job.for_task(task_of(opened.model))
+    experts = any(layer.experts for layer in anatomy(opened.model))
+    return opened, job.for_task(task_of(opened.model), experts=experts)
 
 
 def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batches:

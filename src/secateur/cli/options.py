@@ -125,7 +125,7 @@ def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
     """The option of a setting, with its help line and its default."""
     field = keywords()[name][1]
     about = field.metadata
-    default = None if unset or about.get("unless_goal") else field.default
+    default = None if unset or about.get("unless_goal") or about.get("decided") else field.default
     line = help or (about["help"]() if callable(about["help"]) else about["help"])
     line += f" [default: {field.default}]" if about.get("unless_goal") else ""
     line = line.replace("[default", "\\[default")  # what is in brackets is markup to rich

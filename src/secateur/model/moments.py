@@ -8,14 +8,16 @@ in the model makes all positions count alike, and so do the weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from secateur.model.families import input_dim, weight_of
+from secateur.model.families import Layer, anatomy, input_dim, layer_of, weight_of
 from secateur.model.losses import Batch, evaluating, outputs, real_positions
+from secateur.units import HEAD, KINDS, MLP, Unit
 
 DAMPING = 0.03  # the ridge of a least-squares problem, as a multiple of the mean diagonal entry of its matrix
 
@@ -112,3 +114,186 @@ def gather(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def fills_of(
+    model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], progress: Callable[[int, int], None] | None = None
+) -> Fills:
+    """What stands in for channels of these units when they are gone; the batches are run once.
+
+    >>> meter = DamageMeter(model, batches, fills=fills_of(model, units, batches))
+    """
+    layers = anatomy(model)
+    places = dict.fromkeys((unit.layer, KINDS[unit.kind].sides[0]) for unit in units if not unit.whole)
+    moments = {
+        (i, side): Moments(_projection(layers[i], side))
+        for i, side in places
+        if not (layers[i].experts and side == MLP)  # those of experts are no modules of their own
+    }
+    done = 0
+
+    def report(n: int) -> None:
+        nonlocal done
+        done += n
+        if progress:
+            progress(done, len(batches))
+
+    gather(model, {_projection(layers[i], side): one for (i, side), one in moments.items()}, batches, report)
+    return Fills.of_moments(layers, moments)
+
+
+Place = tuple[int, str]  # an output projection: its block, and its side, HEAD or MLP
+
+
+class Fill(NamedTuple):
+    """How some channels follow from others: x[targets] = offset + (x[sources] - means) @ matrix."""
+
+    targets: Tensor
+    sources: Tensor
+    matrix: Tensor  # (sources, targets)
+    means: Tensor  # of the sources; zeros if the projection has no bias that could take an offset over
+    offset: Tensor  # (targets,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., channels) with the targets filled in."""
+        fill = self if self.targets.device == x.device else Fill(*(one.to(x.device) for one in self))
+        given = x.index_select(-1, fill.sources).float() - fill.means
+        return x.index_copy(-1, fill.targets, (fill.offset + given @ fill.matrix).to(x.dtype))
+
+
+def _on_one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method on one thread: workers have different numbers of threads, and may not differ in the last bit."""
+
+    @functools.wraps(method)
+    def called(*args: Any) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return method(*args)
+        finally:
+            torch.set_num_threads(threads)
+
+    return called
+
+
+class Fills:
+    """What the channels that stay say of those that go: their best linear prediction, by the moments of the dense model.
+
+    To run a projection on predictions in place of removed channels is to run it repaired by least squares: W x with x_R = P x_K
+    is (W_K + W_R P) x_K. So the damage of a unit whose channels are filled in is its damage after repair. A ridge on the
+    moments pulls predictions towards the mean. `commit` removes channels for good. Of each projection the inverse H^-1 of the
+    kept channels' moments is held, in float64, and updated in closed form (optimal brain surgeon).
+    """
+
+    def __init__(self, layers: Sequence[Layer], inverse: Mapping[Place, Tensor], means: Mapping[Place, Tensor]) -> None:
+        self._layers = layers
+        self.places = {_projection(layer, side): (i, side) for i, layer in enumerate(layers) for side in (HEAD, MLP)}
+        self._inverse, self._means = dict(inverse), means
+        self._kept = {place: torch.arange(len(mean)) for place, mean in means.items()}  # channels
+        self._committed: dict[Place, Fill] = {}
+
+    @classmethod
+    def of_moments(cls, layers: Sequence[Layer], moments: Mapping[Place, Moments]) -> Fills:
+        inverse, means = {}, {}
+        for (layer, side), one in moments.items():
+            mean, gram = one.means()
+            if isinstance(_projection(layers[layer], side).bias, Tensor):
+                gram = gram - mean[:, None] * mean  # the bias takes the mean over
+            else:
+                mean = torch.zeros_like(mean)
+            ridge = DAMPING * gram.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+            inverse[layer, side] = torch.linalg.inv(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
+            means[layer, side] = mean
+        return cls(layers, inverse, means)
+
+    def state(self) -> dict[str, Tensor]:
+        """What `of_state` makes the same from, as long as nothing is committed."""
+        inverses = {f"{layer} {side} inverse": one for (layer, side), one in self._inverse.items()}
+        return inverses | {f"{layer} {side} means": one for (layer, side), one in self._means.items()}
+
+    @classmethod
+    def of_state(cls, layers: Sequence[Layer], state: Mapping[str, Tensor]) -> Fills:
+        parts: dict[str, dict[Place, Tensor]] = {"inverse": {}, "means": {}}
+        for name, tensor in state.items():
+            layer, side, what = name.split()
+            parts[what][int(layer), side] = tensor
+        return cls(layers, parts["inverse"], parts["means"])
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the inverses."""
+        return sum(inverse.nbytes for inverse in self._inverse.values())
+
+    @_on_one_thread
+    def of(self, place: Place, channels: Sequence[int]) -> Fill:
+        """The prediction of these channels from all others that stay.
+
+        Channels that are committed are predicted with all of their projection, if no other channel is asked for.
+        """
+        kept = self._kept[place]
+        goes = torch.isin(kept, torch.tensor(list(channels)))
+        if not goes.any():
+            return self._committed[place]
+        targets, sources = kept[goes], kept[~goes]
+        inverse = self._inverse[place]
+        matrix = -torch.linalg.solve(inverse[goes][:, goes], inverse[goes][:, ~goes]).T  # (sources, targets)
+        means = self._means[place]
+        return Fill(targets, sources, matrix.float(), means[sources].float(), means[targets].float())
+
+    def kept(self, place: Place, channels: Sequence[int]) -> Tensor:
+        """Those of the channels that still stay."""
+        own = torch.tensor(list(channels))
+        return own[torch.isin(own, self._kept[place])]
+
+    @_on_one_thread
+    def commit(self, unit: Unit) -> None:
+        """Remove the unit's channels for good; the predictions of those that went before are made from what stays now."""
+        for part in layer_of(self._layers, unit).ranges(unit):
+            place = (unit.layer, part.side)
+            if place not in self._inverse:
+                continue
+            fill, before = self.of(place, part.channels), self._committed.get(place)
+            stays = torch.isin(self._kept[place], fill.sources)
+            goes = ~stays
+            inverse = self._inverse[place]
+            if stays.any():
+                update = torch.linalg.solve(inverse[goes][:, goes], inverse[goes][:, stays])
+                self._inverse[place] = inverse[stays][:, stays] - inverse[stays][:, goes] @ update
+            else:
+                self._inverse[place] = inverse.new_zeros(0, 0)
+            self._kept[place] = fill.sources
+            self._committed[place] = _after(before, fill, stays, goes) if before else fill
+
+    def residuals(self, place: Place, x: Tensor, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+        """What the other kept channels do not say of each group's: (..., channels of the group) of the input x."""
+        kept, inverse = self._kept[place], self._inverse[place]
+        position = torch.full((int(x.shape[-1]),), -1)
+        position[kept] = torch.arange(len(kept))
+        means = self._means[place].float().to(x.device)
+        spread = (x.float() - means).index_select(-1, kept.to(x.device)) @ inverse.float().to(x.device)
+        found = []
+        for channels in groups:
+            own = position[torch.tensor(list(channels))]
+            own = own[own >= 0]
+            block = torch.linalg.inv(inverse[own][:, own]).float().to(x.device)
+            found.append(spread.index_select(-1, own.to(x.device)) @ block)
+        return found
+
+
+def _after(before: Fill, fill: Fill, stays: Tensor, goes: Tensor) -> Fill:
+    """The predictions of earlier channels and new ones, all from the sources of the new ones.
+
+    What was predicted from a channel that goes is predicted from its own prediction (the law of iterated expectations).
+    """
+    earlier = before.matrix[stays] + fill.matrix @ before.matrix[goes]
+    return Fill(
+        torch.cat([before.targets, fill.targets]),
+        fill.sources,
+        torch.cat([earlier, fill.matrix], dim=1),
+        fill.means,
+        torch.cat([before.offset, fill.offset]),
+    )
+
+
+def _projection(layer: Layer, side: str) -> nn.Module:
+    return {HEAD: layer.out, MLP: layer.mlp_out}[side]

@@ -1,4 +1,8 @@
-"""Functional zeroing: run a model as if some units were not there (Eq. 8-11). The weights stay untouched."""
+"""Functional zeroing: run a model as if some units were not there (Eq. 8-11). The weights stay untouched.
+
+With `fills` (moments.py) the model runs as if it had been repaired after the cut: removed channels are not zeroed, but
+predicted from those that stay.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,26 @@ from torch import Tensor, nn
 from secateur.errors import UnsupportedModel
 from secateur.model.families import Layer, anatomy, layer_of
 from secateur.model.losses import standing_in
+from secateur.model.moments import Fill, Fills, Place
 from secateur.units import BLOCK, EXPERT, Unit
 
 
-def zeroed(model: nn.Module, units: Iterable[Unit]) -> AbstractContextManager[None]:
+def zeroed(model: nn.Module, units: Iterable[Unit], fills: Fills | None = None) -> AbstractContextManager[None]:
     """Zero the outputs of `units` while the `with` block lasts; such blocks may be nested.
+
+    With `fills` an outer block has the units that are committed there, and an inner one may have one that is not.
 
     >>> with zeroed(model, [Unit("head", 0, 3)]):
     ...     logits = model(**batch).logits
     """
-    return zeroed_in_parts(anatomy(model), [list(units)])
+    return zeroed_in_parts(anatomy(model), [list(units)], fills)
 
 
 @contextmanager
-def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) -> Iterator[None]:
+def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]], fills: Fills | None = None) -> Iterator[None]:
     """The same for batches that consist of equal parts, one after another: each part has its own units zeroed."""
     zeroed_ranges: dict[nn.Module, list[tuple[int, Sequence[int]]]] = defaultdict(list)  # by projection: part and channels
+    places: dict[nn.Module, Place] = {}
     silent: dict[nn.Module, set[int]] = defaultdict(set)  # by projection: the parts in which it gives nothing
     skipped: dict[nn.Module, set[int]] = defaultdict(set)  # by block: the parts in which it gives what it gets
     without: dict[
@@ -52,6 +60,7 @@ def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) ->
                     silent[unit_range.projection].add(part)
                 else:
                     zeroed_ranges[unit_range.projection].append((part, unit_range.channels))
+                    places[unit_range.projection] = (unit.layer, unit_range.side)
     with ExitStack() as stack:
         for (i, experts), removed in without.items():
             layer = layers[i]
@@ -63,7 +72,13 @@ def zeroed_in_parts(layers: Sequence[Layer], parts: Sequence[Iterable[Unit]]) ->
                     layer.check_experts(gone)
             stack.enter_context(standing_in(module, forward))
         for projection, ranges in zeroed_ranges.items():
-            hook = projection.register_forward_pre_hook(_zeroing_hook(len(parts), ranges))
+            # The first of the hooks: what an outer block predicts from these channels it predicts from what is filled in here.
+            hook = projection.register_forward_pre_hook(
+                _filling_hook(len(parts), _fills_of(fills, places[projection], ranges))
+                if fills
+                else _zeroing_hook(len(parts), ranges),
+                prepend=fills is not None,
+            )
             stack.callback(hook.remove)
         for projection, of_parts in silent.items():
             hook = projection.register_forward_hook(_silencing_hook(len(parts), of_parts))
@@ -91,6 +106,25 @@ def _zeroing_hook(
         parts = x.unflatten(0, (n_parts, len(x) // n_parts))
         # Fill instead of multiplying by 0: an infinite activation of a removed unit must not turn into nan.
         return (parts.masked_fill(mask.view(n_parts, *[1] * (x.dim() - 1), -1), 0).flatten(0, 1), *args[1:])
+
+    return hook
+
+
+def _fills_of(fills: Fills, place: Place, ranges: list[tuple[int, Sequence[int]]]) -> dict[int, Fill]:
+    """By part: how its removed channels follow from those that stay."""
+    by_part: dict[int, list[int]] = defaultdict(list)
+    for part, channels in ranges:
+        by_part[part].extend(channels)
+    return {part: fills.of(place, channels) for part, channels in by_part.items()}
+
+
+def _filling_hook(n_parts: int, fills: dict[int, Fill]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook that predicts channels in the input of a projection from the others, part by part."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        parts = args[0].chunk(n_parts)
+        filled = [fills[i](part) if i in fills else part for i, part in enumerate(parts)]
+        return (torch.cat(filled) if n_parts > 1 else filled[0], *args[1:])
 
     return hook
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from secateur.data.batches import Batches
 from secateur.files.journal import Journal
 from secateur.model.loading import Opened, versions
+from secateur.model.moments import fills_of
 from secateur.search.damage import DamageMeter
 from secateur.search.goals import Count, Goal
 from secateur.search.scores import unit_scores, unit_set
@@ -25,9 +26,23 @@ def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Prov
     return Provenance(replace(settings, device=opened.device), opened.digest, calibration.source.digest)
 
 
-def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: Machine) -> DamageMeter:
-    """The meter that measures candidates as the settings say; its workers, if there are any, live until it is closed."""
-    runner = Spread(opened, calibration, settings, machine) if machine.elsewhere else None
+def meter_of(
+    opened: Opened,
+    calibration: Batches,
+    settings: Settings,
+    machine: Machine,
+    *,
+    units: Sequence[Unit] = (),
+    watcher: Watcher | None = None,
+) -> DamageMeter:
+    """The meter that measures these candidates as the settings say; its workers, if there are any, live until it is closed."""
+    fills = None
+    if settings.fills:
+        watcher = watcher or Watcher()
+        watcher.stage("learning what units say of each other")
+        fills = fills_of(opened.model, units, calibration, watcher.evaluated)
+        watcher.stage("choosing units")
+    runner = Spread(opened, calibration, settings, machine, fills) if machine.elsewhere else None
     return DamageMeter(
         opened.model,
         calibration,
@@ -38,6 +53,7 @@ def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: 
         stack=settings.stack,
         lanes=machine.lanes,
         seed=settings.seed,
+        fills=fills,
         runner=runner,
     )
 
@@ -66,7 +82,7 @@ def choose_units(
         scores = unit_scores(settings.method, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
         chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
     else:
-        meter = meter_of(opened, calibration, settings, machine)
+        meter = meter_of(opened, calibration, settings, machine, units=units, watcher=watcher)
         settings_here, screen = in_forwards(settings, meter, journal, watcher), None
         if settings.screening:
             scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)

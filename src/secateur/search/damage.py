@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from secateur.errors import ModelError, SettingError
 from secateur.model.families import anatomy
 from secateur.model.losses import IGNORED, REFERENCE, Batch, Loss, device_of, evaluating, part_losses
+from secateur.model.moments import Fills
 from secateur.model.zeroing import zeroed, zeroed_in_parts
 from secateur.search.policies import Moment, Slope
 from secateur.search.prefixes import Prefixes
@@ -71,9 +72,15 @@ class Here:
     """A runner in this process: side by side in lanes, each run from the first value that is new."""
 
     def __init__(
-        self, model: nn.Module, batches: Mapping[int, Batch] | Sequence[Batch], loss: Loss | None, lanes: int, cache_memory: int
+        self,
+        model: nn.Module,
+        batches: Mapping[int, Batch] | Sequence[Batch],
+        loss: Loss | None,
+        lanes: int,
+        cache_memory: int,
+        fills: Fills | None = None,
     ) -> None:
-        self._model, self._batches, self._loss = model, batches, loss
+        self._model, self._batches, self._loss, self._fills = model, batches, loss, fills
         self._lanes = Lanes(model, lanes)
         self._prefixes = Prefixes(len(anatomy(model)), cache_memory)
         self._kinds: Set[str] = frozenset()  # sides of the units so far
@@ -92,16 +99,18 @@ class Here:
         for runs in rounds:
             pairs = [pair for run in runs for pair in run]
             missing = [i for i in dict.fromkeys(i for _, i in pairs) if i not in known]
-            base = self._lanes.map(self._base_loss, missing, self.committed)
-            masked = self._lanes.map(self._run_losses, runs, self.committed)
+            base = self._lanes.map(self._base_loss, missing, self.committed, self._fills)
+            masked = self._lanes.map(self._run_losses, runs, self.committed, self._fills)
             yield Made(dict(zip(missing, base, strict=True)), dict(zip(pairs, chain.from_iterable(masked), strict=True)))
 
     def gradients(self, units: Sequence[Unit], batches: Sequence[int]) -> Tensor:
-        with zeroed(self._model, self.committed):
-            return mask_gradients(self._model, units, [self._batches[i] for i in batches], self._loss)
+        with zeroed(self._model, self.committed, self._fills):
+            return mask_gradients(self._model, units, [self._batches[i] for i in batches], self._loss, self._fills)
 
     def commit(self, unit: Unit) -> None:
         self.committed.append(unit)
+        if self._fills:
+            self._fills.commit(unit)
         self._prefixes.cut(unit.layer)
 
     def want(self, batches: frozenset[int]) -> None:
@@ -125,7 +134,7 @@ class Here:
         kind = HEAD if any(unit.side == HEAD for unit, _ in run if unit.layer == first) else MLP
         batches = [self._batches[i] for _, i in run]
         joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]} if len(run) > 1 else batches[0]
-        masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run])
+        masks = zeroed_in_parts(lane.layers, [[unit] for unit, _ in run], self._fills)
         with masks, self._prefixes.resumed(lane.layers, [i for _, i in run], first, kind):
             return self._losses(lane.model, joined, len(run))
 
@@ -140,8 +149,8 @@ class DamageMeter:
     the pulls between two commits share that many batches, drawn anew after each commit; None draws from all batches. `stack`
     is the number of masked runs per forward pass. `lanes` is the number of runs side by side, each with its share of the
     threads, by default 2 on a CPU with at least 2 threads. `loss` is a function of your own, loss(model, batch), that gives the
-    mean loss of a batch or the loss of each row; without one the batch's labels decide (model/losses.py). The batches are
-    dictionaries of tensors from any iterable.
+    mean loss of a batch or the loss of each row; without one the batch's labels decide (model/losses.py). With `fills`
+    (`fills_of`) the damage is the one that is left after a repair. The batches are dictionaries of tensors from any iterable.
 
     >>> meter = DamageMeter(model, batches, batches_per_pull=2, seed=42)
     >>> meter.damage(Unit("head", 0, 3))
@@ -159,6 +168,7 @@ class DamageMeter:
         stack: int = 1,
         lanes: int | None = None,
         seed: int = 42,
+        fills: Fills | None = None,
         runner: Runner | None = None,
     ) -> None:
         batches = batches if isinstance(batches, Sequence) else list(batches)
@@ -187,7 +197,7 @@ class DamageMeter:
         self.gradient_batches = 0  # batches whose gradients were taken: each costs three forward passes
         self._rng = stream(seed, BATCHES)
         self._gradient_rng, self._gradient_order = stream(seed, GRADIENTS), list[int]()
-        self._runner = runner or Here(model, batches, loss, self._lanes, self.cache_memory)
+        self._runner = runner or Here(model, batches, loss, self._lanes, self.cache_memory, fills)
         self._kinds: set[str] = set()  # sides of the units asked for so far
         self._base_losses: dict[int, float] = {}  # this and the next two hold for the present step
         self._masked_losses: dict[Pair, float] = {}

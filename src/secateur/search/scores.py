@@ -30,7 +30,7 @@ from secateur.model.losses import (
     predictions,
     real_positions,
 )
-from secateur.model.moments import DAMPING, Moments, Squares, gather
+from secateur.model.moments import DAMPING, Fills, Moments, Squares, gather
 from secateur.selection import Selection
 from secateur.settings import FISHER
 from secateur.streams import SCORES, stream
@@ -287,13 +287,19 @@ def gradients_of(
     return {id(parameter): total for parameter, total in zip(parameters, sums, strict=True)}
 
 
-def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Batch], loss: Loss | None = None) -> Tensor:
+def mask_gradients(
+    model: nn.Module,
+    units: Sequence[Unit],
+    batches: Sequence[Batch],
+    loss: Loss | None = None,
+    fills: Fills | None = None,
+) -> Tensor:
     """The derivative of each example's loss in a mask of each unit, at the mask 1: (examples, units), float32 on the CPU.
 
     The mask of a unit multiplies its channels where they enter the output projection; 0 would remove it. An example is a row of
     a batch: a text or an image. Its loss is its share of the batch's mean loss times the rows of the batch, so that the mean
     over a batch's examples is the derivative of the batch's loss. A batch takes one backward pass, since no row of a model in
-    evaluation mode looks at another.
+    evaluation mode looks at another. With `fills` the mask leads from the unit's channels to what the others say of them.
 
     >>> fisher = mask_gradients(model, units, batches).square().sum(0)
     """
@@ -301,6 +307,14 @@ def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Ba
     entering = by_output(model, units)
     places = {unit: i for i, unit in enumerate(units)}
     found = []
+    if fills:
+        for rows, tensors in _entering_gradients(model, list(entering), batches, loss):
+            of_batch = torch.zeros(rows, len(units))
+            for projection, (x, gradients) in tensors.items():
+                for unit, slope in _filled_slopes(fills, projection, x, gradients, entering[projection]):
+                    of_batch[:, places[unit]] += slope.view(rows, -1).sum(1).cpu()
+            found.append(of_batch)
+        return torch.cat(found)
     for rows, per_channel in _channel_gradients(model, list(entering), batches, loss):
         of_batch = torch.zeros(rows, len(units))
         for projection, gradients in per_channel.items():
@@ -308,6 +322,52 @@ def mask_gradients(model: nn.Module, units: Sequence[Unit], batches: Sequence[Ba
                 of_batch[:, places[unit]] += gradients[:, channels].sum(1)
         found.append(of_batch)
     return torch.cat(found)
+
+
+def _filled_slopes(
+    fills: Fills, projection: nn.Module, x: Tensor, gradients: Tensor, units: Mapping[Unit, list[int]]
+) -> Iterator[tuple[Unit, Tensor]]:
+    """Each unit of a projection with the sum over its channels of gradient times what is lost, by position.
+
+    A part loses what the channels that stay do not say of it; a whole, of which nothing stays, all it gives.
+    """
+    place = fills.places[projection]
+    parts = {unit: channels for unit, channels in units.items() if not unit.whole}
+    lost = fills.residuals(place, x, list(parts.values())) if parts else []
+    for unit, residual in zip(parts, lost, strict=True):
+        own = fills.kept(place, parts[unit]).to(x.device)
+        yield unit, (gradients.index_select(-1, own) * residual).sum(-1).flatten()
+    for unit in units:
+        if unit.whole:
+            yield unit, (gradients * x).sum(-1).flatten()
+
+
+def _entering_gradients(
+    model: nn.Module, projections: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss | None
+) -> Iterator[tuple[int, dict[nn.Module, tuple[Tensor, Tensor]]]]:
+    """For each batch, its rows, and for each projection what enters it with the gradients there, of the sum of all rows."""
+    entering: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # what enters, and a zero that is added to it
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        zero = torch.zeros_like(args[0], requires_grad=True)
+        entering[module] = args[0].detach(), zero
+        return (args[0] + zero, *args[1:])
+
+    # The first of the hooks: what is predicted from these channels depends on them.
+    handles = [projection.register_forward_pre_hook(note, prepend=True) for projection in projections]
+    try:
+        with _requiring(model, []):
+            for batch in batches:
+                entering.clear()
+                rows = len(next(iter(batch.values())))
+                value = _differentiable_loss(model, batch, loss)
+                zeros = [zero for _, zero in entering.values()]
+                gradients = torch.autograd.grad(value, zeros, allow_unused=True, materialize_grads=True)
+                pairs = zip(entering.items(), gradients, strict=True)
+                yield rows, {module: (x, gradient * rows) for (module, (x, _)), gradient in pairs}
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def channel_orders(model: nn.Module, by: str, batches: Sequence[Batch], loss: Loss | None = None) -> list[list[int]]:

@@ -21,6 +21,7 @@ from secateur.errors import ModelError, SecateurError, SettingError
 from secateur.model.families import anatomy
 from secateur.model.loading import Opened, digest, load_model
 from secateur.model.losses import Batch, device_of, own_loss
+from secateur.model.moments import Fills
 from secateur.search.damage import Here, Made, Pair, Run, default_lanes, free_memory
 from secateur.settings import DISTANCE, LABELS, Machine, Settings
 from secateur.units import Unit
@@ -44,6 +45,7 @@ class Opening:
     loss: str | None
     lanes: int
     cache_memory: int | None  # of all workers of a machine
+    fills: bytes | None = None  # what stands in for removed channels, packed
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,14 @@ class Answer:
 class Spread:
     """A runner on many workers; they are started with the first runs."""
 
-    def __init__(self, opened: Opened, batches: Sequence[Batch], settings: Settings, machine: Machine) -> None:
+    def __init__(
+        self,
+        opened: Opened,
+        batches: Sequence[Batch],
+        settings: Settings,
+        machine: Machine,
+        fills: Fills | None = None,
+    ) -> None:
         if opened.loss and settings.loss in (None, LABELS, DISTANCE):
             raise SettingError("A loss that is a function cannot be sent to workers: name it, as module:function.")
         share = int(machine.cpus_per_worker) if machine.ray else torch.get_num_threads() // machine.workers
@@ -90,6 +99,7 @@ class Spread:
             loss=settings.loss,
             lanes=lanes,
             cache_memory=machine.cache_memory,
+            fills=_packed(fills.state()) if fills else None,
         )
         self._stack = ExitStack()
         self._crew: Crew | None = None
@@ -199,6 +209,11 @@ def _packed(batch: Batch) -> bytes:
     return file.getvalue()
 
 
+def _unpacked(packed: bytes) -> dict[str, Tensor]:
+    unpacked: dict[str, Tensor] = torch.load(io.BytesIO(packed), weights_only=True)
+    return unpacked
+
+
 # The worker's side
 
 
@@ -219,11 +234,12 @@ class Desk:
         memory = free_memory(device_of(model)) // 2 if opening.cache_memory is None else opening.cache_memory
         self._batches: dict[int, Batch] = {}
         self._base: dict[int, float] = {}
-        self._runner = Here(model, self._batches, loss, opening.lanes, int(memory * part.memory))
+        fills = Fills.of_state(anatomy(model), _unpacked(opening.fills)) if opening.fills else None
+        self._runner = Here(model, self._batches, loss, opening.lanes, int(memory * part.memory), fills)
 
     def answer(self, ask: Ask) -> Answer:
         for i, packed in ask.sent.items():
-            self._batches[i] = torch.load(io.BytesIO(packed), weights_only=True)
+            self._batches[i] = _unpacked(packed)
         for unit in ask.committed[len(self._runner.committed) :]:
             self._runner.commit(unit)
             self._base.clear()

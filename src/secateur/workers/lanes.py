@@ -17,6 +17,7 @@ from torch import nn
 
 from secateur.model.families import Layer, anatomy
 from secateur.model.losses import evaluating
+from secateur.model.moments import Fills
 from secateur.model.zeroing import zeroed_in_parts
 from secateur.units import Unit
 
@@ -38,10 +39,16 @@ class Lanes:
         self._free: SimpleQueue[Lane] | None = None  # copies that are not running
         self._pool: ThreadPoolExecutor | None = None
 
-    def map(self, work: Callable[[Lane, Item], Result], items: Sequence[Item], zeroed: Sequence[Unit]) -> list[Result]:
-        """Do the work for each item, on a model without the `zeroed` units."""
+    def map(
+        self,
+        work: Callable[[Lane, Item], Result],
+        items: Sequence[Item],
+        zeroed: Sequence[Unit],
+        fills: Fills | None = None,
+    ) -> list[Result]:
+        """Do the work for each item, on a model without the `zeroed` units, which the `fills` make up for."""
         if self.count == 1 or len(items) < 2 or _is_hooked(self._own.model):
-            return [_work(work, self._own, item, zeroed) for item in items]
+            return [_work(work, self._own, item, zeroed, fills) for item in items]
         if self._pool is None or self._free is None:
             self._pool, self._free = ThreadPoolExecutor(self.count), SimpleQueue()
             for _ in range(self.count):
@@ -53,7 +60,7 @@ class Lanes:
             torch.set_num_threads(max(1, threads // min(self.count, len(items))))  # for this thread only
             lane = free.get()
             try:
-                return _work(work, lane, item, zeroed)
+                return _work(work, lane, item, zeroed, fills)
             finally:
                 free.put(lane)
 
@@ -65,8 +72,8 @@ class Lanes:
         return [future.result() for future in futures]
 
 
-def _work(work: Callable[[Lane, Item], Result], lane: Lane, item: Item, zeroed: Sequence[Unit]) -> Result:
-    with torch.inference_mode(), evaluating(lane.model), zeroed_in_parts(lane.layers, [zeroed]):
+def _work(work: Callable[[Lane, Item], Result], lane: Lane, item: Item, zeroed: Sequence[Unit], fills: Fills | None) -> Result:
+    with torch.inference_mode(), evaluating(lane.model), zeroed_in_parts(lane.layers, [zeroed], fills):
         return work(lane, item)
 
 
