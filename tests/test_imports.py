@@ -22,6 +22,7 @@ PLAIN = {
     "settings",
     "methods",
     "selection",
+    "series",
     "judgement",
     "watcher",
     "checks",

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from secateur.checks import check_prune
 from secateur.cut.checkpoint import check_cut, check_cut_place
-from secateur.cut.record import CutRecord
+from secateur.cut.costs import goal_of
+from secateur.cut.record import CutRecord, read_record
 from secateur.data.batches import Batches, check_apart
 from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
-from secateur.judgement import JudgedOn, PruneRecord
+from secateur.judgement import Evaluation, JudgedOn, Judgement, PruneRecord
 from secateur.measure.judge import judge_apart
+from secateur.model.families import candidate_units
 from secateur.model.loading import Opened
 from secateur.search.choose import provenance
+from secateur.search.goals import Goal
 from secateur.selection import Selection
+from secateur.series import DENSE, FILE, Cut, Series, folder_of
 from secateur.settings import NONE, Job, make_job
 from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run, units_of
+from secateur.units import Unit
 from secateur.watcher import Watcher
 
 
@@ -32,7 +38,8 @@ class PruneResult:
     selection: Selection
     record: PruneRecord  # evaluation.json
     out: Path | None
-    cut: CutRecord | None = None  # secateur.json, if a smaller model was written
+    cut: CutRecord | None = None  # secateur.json, if a smaller model was written; of a series the smallest
+    series: Series | None = None  # series.json, if several shares were asked for
 
 
 def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None = None, **settings: Any) -> PruneResult:
@@ -47,7 +54,10 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     job = make_job(model, **settings)
     check_prune(job, folder)
     cuts = folder is not None and job.settings.layout != NONE
-    if folder and cuts:
+    if folder and cuts and job.cutting.shares:
+        for share in job.cutting.shares:
+            check_cut_place(folder / folder_of(share), followed_by="selection.json")
+    elif folder and cuts:
         check_cut_place(folder, followed_by="selection.json")
     opened, job = open_job(job, watcher)
     calibration = calibration_of(opened, job.settings, watcher)
@@ -59,20 +69,106 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
         return PruneResult(selection, record, folder)
-    made = cut(
-        opened,
+    made = _Cutter(opened, calibration, evaluation, job, watcher)
+    if job.cutting.shares:
+        return made.series(selection, record, folder)
+    return PruneResult(selection, record, folder, made.cut(selection, folder, record.judgement))
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts selections of one job out of its model."""
+
+    opened: Opened
+    calibration: Batches
+    evaluation: Batches
+    job: Job
+    watcher: Watcher
+
+    def cut(self, selection: Selection, folder: Path, judgement: Judgement | None) -> CutRecord:
+        return cut(
+            self.opened,
+            selection,
+            folder,
+            calibration=self.calibration,
+            layout=self.job.settings.layout,
+            evaluation=self.evaluation,
+            judgement=judgement,
+            cutting=self.job.cutting,
+            tokens=self.job.settings.seq_len,
+            again=True,
+            watcher=self.watcher,
+        )
+
+    def series(self, selection: Selection, record: PruneRecord, folder: Path) -> PruneResult:
+        """A smaller model for each share, each in a folder of its own: the first units of the selection that meet it."""
+        settings, model = self.job.settings, self.opened.model
+        units = candidate_units(model, settings.target, settings.group_width)
+        goal = goal_of(settings, self.opened, units, folder / "latency.json", self.watcher)
+        assert goal
+        made: list[CutRecord] = []
+        for share in self.job.cutting.shares:
+            self.watcher.say(f"The cut that keeps {share:g}:")
+            own, place = _first_that_meet(selection, goal, share), folder / folder_of(share)
+            known = read_record(place)
+            judgement = record.judgement if own.units == selection.units else None
+            if judgement is None and not (known and known.zeroed):
+                judgement = judge_apart(
+                    model,
+                    own,
+                    self.evaluation,
+                    candidates=record.judgement.candidates,
+                    dense=record.judgement.dense,
+                    loss=self.opened.loss,
+                    watcher=self.watcher,
+                )
+            made.append(self.cut(own, place, judgement))
+            own.save(place / "selection.json")
+        series = _series(made, self.job.cutting.shares, record.judgement.dense)
+        jsonio.write(folder / FILE, series.to_json())
+        return PruneResult(selection, record, folder, made[-1], series)
+
+
+def _first_that_meet(selection: Selection, goal: Goal, share: float) -> Selection:
+    """The selection's first units, as many as leave at most this share."""
+    n = next((n for n in range(1, len(selection.units)) if _left(goal, selection.units[:n]) <= share), len(selection.units))
+    reached = goal.reached(selection.units[:n])
+    return replace(
         selection,
-        folder,
-        calibration=calibration,
-        layout=job.settings.layout,
-        evaluation=evaluation,
-        judgement=record.judgement,
-        cutting=job.cutting,
-        tokens=job.settings.seq_len,
-        again=True,
-        watcher=watcher,
+        units=selection.units[:n],
+        steps=selection.steps[:n],
+        goal=replace(reached, asked=share) if reached else None,
     )
-    return PruneResult(selection, record, folder, made)
+
+
+def _left(goal: Goal, units: Sequence[Unit]) -> float:
+    reached = goal.reached(units)
+    return reached.got if reached else 1.0
+
+
+def _series(made: Sequence[CutRecord], shares: Sequence[float], dense: Evaluation) -> Series:
+    """The dense model and its cuts by the figure of their task, and by time where it was measured."""
+    figure = next(name for name in ("perplexity", "top1", "agreement", "cosine", "loss") if getattr(dense, name) is not None)
+    cuts = [Cut(DENSE, made[0].dense_params, dense.loss, getattr(dense, figure), left=1.0, time=1.0)]
+    for share, record in zip(shares, made, strict=True):
+        assert record.shrunk and record.goal
+        time = None
+        if record.measurement:
+            speedup = record.measurement.of_a_batch.speedup
+            time = {"time": 1 / speedup.value, "time_low": 1 / speedup.high, "time_high": 1 / speedup.low}
+        cuts.append(
+            Cut(
+                folder_of(share),
+                record.params,
+                record.shrunk.loss,
+                getattr(record.shrunk, figure),
+                asked=share,
+                left=record.goal.got,
+                **(time or {}),
+            )
+        )
+    assert made[0].goal
+    return Series(made[0].goal.what, figure, tuple(cuts))
 
 
 def _chosen_and_judged(

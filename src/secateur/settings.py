@@ -22,6 +22,7 @@ from secateur.errors import SettingError, not_one_of
 from secateur.files import jsonio
 from secateur.methods import GRADIENTS, METHODS, Method, method, scoring
 from secateur.search.policies import FORWARDS, GRADIENT_PASSES, PULLS, UCB, check_search
+from secateur.series import shares_of
 from secateur.streams import POOLS, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio, kinds_of, nested
@@ -33,7 +34,7 @@ BUILTIN = "builtin"  # the text that every Python carries
 KNOWN_DATA = (BUILTIN, "wikitext2", "lambada")
 FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing, and as a screen keeps everything
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
-LEAST_SQUARES, BIAS, AUTO = "least squares", "bias", "auto"
+LEAST_SQUARES, LAYERED, BIAS, AUTO = "least squares", "layered", "bias", "auto"
 LAYOUTS = (FREE, UNIFORM)
 ADDRESS, FISHER, ACTIVATION = "address", "fisher", "activation"
 GROUPINGS = (ADDRESS, FISHER, ACTIVATION)
@@ -42,7 +43,7 @@ DAMAGES = (ZEROED, REPAIRED)
 LABELS, DISTANCE = "labels", "distance"  # losses; any other is a function of the user's own
 JOINED, LINES, JSONL = "joined", "lines", "jsonl"
 DOCUMENTS = (JOINED, LINES, JSONL)
-REPAIRS = (LEAST_SQUARES, BIAS, AUTO)
+REPAIRS = (LEAST_SQUARES, LAYERED, BIAS, AUTO)
 DTYPES = ("float32", "bfloat16", "float16")
 DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
 MOST = 10**9  # of anything that is counted
@@ -58,12 +59,12 @@ def _setting(default: Any, section: str, help: str | Callable[[], str], **more: 
     """A field that a user sets.
 
     Besides the help line `more` can say: `least` and `most` (the smallest and the largest value; what has a least is a count),
-    `share` (it lies between 0 and 1), `choices`, `by_task` (its defaults for texts and for images), `unset` (what files and
-    flags say for None), `decided` (where the user does not set it, other settings decide, as the help line says), `recorded`
-    (its name in files), `flag` (its name on the command line and in grids, where that differs), `words` (its name in
-    sentences), `hidden` (it has no option of its own), `added` (files leave it out at its default, so that those written
-    before it was added stay the same), `unless_goal` (the command line passes it on only where the user gave it, for it cannot
-    stand beside a goal).
+    `share` (it lies between 0 and 1), `several` (more than one may be given: a series of cuts), `choices`, `by_task` (its
+    defaults for texts and for images), `unset` (what files and flags say for None), `decided` (where the user does not set it,
+    other settings decide, as the help line says), `recorded` (its name in files), `flag` (its name on the command line and in
+    grids, where that differs), `words` (its name in sentences), `hidden` (it has no option of its own), `added` (files leave it
+    out at its default, so that those written before it was added stay the same), `unless_goal` (the command line passes it on
+    only where the user gave it, for it cannot stand beside a goal).
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
 
@@ -262,8 +263,9 @@ class Settings(_Checked):
     keep_params: float | None = _setting(
         None,
         CHOOSING,
-        "Instead of a ratio: the share of the parameters to keep.",
+        "Instead of a ratio: the share of the parameters to keep; several, as 0.9,0.8,0.7, give a smaller model each.",
         share=True,
+        several=True,
         unset=0,
         recorded="target_params",
         words="goal for parameters",
@@ -271,8 +273,9 @@ class Settings(_Checked):
     keep_flops: float | None = _setting(
         None,
         CHOOSING,
-        "Instead of a ratio: the share of the FLOPs to keep.",
+        "Instead of a ratio: the share of the FLOPs to keep; several, as 0.9,0.8,0.7, give a smaller model each.",
         share=True,
+        several=True,
         unset=0,
         recorded="target_flops",
         words="goal for FLOPs",
@@ -280,8 +283,10 @@ class Settings(_Checked):
     keep_latency: float | None = _setting(
         None,
         CHOOSING,
-        "Instead of a ratio: the share of the time to keep, by a table measured on this machine.",
+        "Instead of a ratio: the share of the time to keep, by a table measured on this machine; several, as 0.9,0.8,0.7, "
+        "give a smaller model each.",
         share=True,
+        several=True,
         unset=0,
         recorded="target_latency",
         words="goal for latency",
@@ -446,11 +451,15 @@ class Cutting(_Checked):
         unset="",
         hidden=True,  # the command line has --repair and --repair-form
     )
+    shares: tuple[float, ...] = _setting((), CUTTING, "All shares of a goal that was given several.", hidden=True)
     measure: bool = _setting(True, CUTTING, "Measure dense against small at the end.")
     max_shard_size: str = _setting("5GB", CUTTING, "The largest file of weights.")
 
     def check(self) -> None:
         super().check()
+        for share in self.shares:
+            if not 0 < share < 1:
+                raise SettingError(f"A share to keep is {share}, but must lie between 0 and 1: 0.8 leaves four fifths.")
         size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", self.max_shard_size)
         if not size or not float(size[1]):
             raise SettingError(f"The max_shard_size is {self.max_shard_size!r}, but must be a size such as 500MB or 5GB.")
@@ -539,9 +548,10 @@ def keywords() -> dict[str, tuple[type[_Checked], dataclasses.Field[Any]]]:
 
 
 def type_of(name: str) -> Any:
-    """The type of a setting, as its class declares it."""
+    """The type of a setting, as its class declares it; a list too where several may be given."""
     group, field = keywords()[name]
-    return get_type_hints(group)[field.name]
+    declared = get_type_hints(group)[field.name]
+    return declared | list[float] if "several" in field.metadata else declared
 
 
 def make_job(model: str, **settings: Any) -> Job:
@@ -560,6 +570,8 @@ def make_job(model: str, **settings: Any) -> Job:
             raise not_one_of("setting", name, sorted(keywords()))
         given.add(name)
         group, field = keywords()[name]
+        if "several" in field.metadata and value is not None:
+            value = _smallest(field, value, values[Cutting])
         values[group][field.name] = plain_path(value) if name in ("calibration", "data") and value else value
     if not model:
         raise SettingError("The name of the model is empty: give a folder, a hub name, or timm:NAME.")
@@ -569,8 +581,24 @@ def make_job(model: str, **settings: Any) -> Job:
         part.check()
     if settings.get("ratio") is not None and job.settings.keep:
         raise ratio_and_goal()
+    if job.cutting.shares and job.settings.layout == UNIFORM:
+        raise SettingError(
+            "Several shares make nested cuts of one search, in which layers differ: use --layout free, or ask for one share."
+        )
     check_holdout(job.settings, job.judging.data)
     return job
+
+
+def _smallest(field: dataclasses.Field[Any], value: Any, cutting: dict[str, Any]) -> float:
+    """The share that a goal asks for; of several the smallest, and the cutting is told all of them."""
+    shares = shares_of(value)
+    if shares is None:
+        raise SettingError(
+            f"The {field.metadata['words']} is {value!r}, but must be a share such as 0.8, or several such as 0.9,0.8,0.7."
+        )
+    if len(shares) > 1:
+        cutting["shares"] = shares
+    return shares[-1]
 
 
 def ratio_and_goal() -> SettingError:

@@ -50,7 +50,11 @@ DryRun = Annotated[
     ),
 ]
 RepairForm = Annotated[
-    str, typer.Option(help="least-squares, bias, or auto for the better of the two.", rich_help_panel=CUTTING)
+    str,
+    typer.Option(
+        help="layered (block by block), least-squares (all at once), bias, or auto for the best of them.",
+        rich_help_panel=CUTTING,
+    ),
 ]
 
 
@@ -129,7 +133,7 @@ def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
     line = help or (about["help"]() if callable(about["help"]) else about["help"])
     line += f" [default: {field.default}]" if about.get("unless_goal") else ""
     line = line.replace("[default", "\\[default")  # what is in brackets is markup to rich
-    kind = float if name == "cache_memory" else _plain_type(type_of(name))
+    kind = float if name == "cache_memory" else str if "several" in about else _plain_type(type_of(name))
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         flag = f"{flag}/--no-{name}" if default else flag

@@ -10,7 +10,8 @@ nothing changes. If the projection has a bias, M are covariances and b' = b + W_
 second moments and no bias is added, so that the family's class still builds the checkpoint. The cheap form changes the bias
 alone: W' = W_K and b' = b + W_R mu_R.
 
-x is the input of the projection in the dense model, and E weights positions as model/moments.py says.
+x is the input of the projection in the dense model, and E weights positions as model/moments.py says. The dearer form goes layer
+by layer, on what really arrives in the cut model: layered.py.
 
 None of this uses the loss, so a repair can do harm. Some batches are held out, and a repair that does not lower their loss is
 undone.
@@ -26,15 +27,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from secateur.cut.layered import repair_layers
 from secateur.cut.surgery import blocks_left, kept_of
 from secateur.errors import SelectionError, SettingError, not_one_of
+from secateur.model.accounting import total_parameters
 from secateur.model.families import anatomy, input_dim, weight_of
 from secateur.model.losses import Batch, Loss, batch_losses, evaluating
 from secateur.model.moments import DAMPING, Moments, gather
-from secateur.settings import AUTO, BIAS, LEAST_SQUARES, NONE, REPAIRS
+from secateur.settings import AUTO, BIAS, LAYERED, LEAST_SQUARES, NONE, REPAIRS
 from secateur.units import Unit
 
-_IN_WORDS = {LEAST_SQUARES: "least squares", BIAS: "their biases"}
+_IN_WORDS = {LEAST_SQUARES: "least squares", LAYERED: "least squares layer by layer", BIAS: "their biases"}
 FORMS = REPAIRS
 MEMORY = 2**32  # bytes of moments in memory at the same time
 
@@ -43,7 +46,7 @@ MEMORY = 2**32  # bytes of moments in memory at the same time
 class Repair:
     """Which forms of repair were tried, and which was kept."""
 
-    form: str  # "least squares", "bias", or "none" if no repair was kept
+    form: str  # "least squares", "layered", "bias", or "none" if no repair was kept
     losses: dict[str, float]  # mean loss of the held-out batches by form, including "none"
     declined: dict[str, str] = field(default_factory=dict)  # by form: why it was not kept
     projections: int = 0  # number changed
@@ -80,27 +83,29 @@ def repair(
     """Change the output projections of `small`, which is `shrink(model, units)`, to make up for the channels they lost.
 
     The last `held_out` share of the batches, at least one, judges the repair. The other batches fit it; they are run once, or
-    more often if the moments take more than `memory` bytes. The form "auto" tries both forms and keeps the better one. `small`
-    changes only if that lowers the held-out loss; otherwise it stays the same to the bit.
+    more often if the moments take more than `memory` bytes, and layer by layer about three times. The form "auto" tries all
+    forms and keeps the best one. `small` changes only if that lowers the held-out loss; otherwise it stays the same to the bit.
 
     >>> print(repair(model, selection.units, small, calibration, form="auto"))
     """
     _check(form, damping, held_out, memory, len(batches))
+    units = list(units)
     projections = _projections(model, units, small)
     biased = [projection for projection in projections if projection.bias is not None]
-    if not projections:
+    n_held = min(max(1, int(held_out * len(batches))), len(batches) - 1)
+    fitting, judging = batches[:-n_held], batches[-n_held:]
+    forms = _forms(form, model, small, projections, len(fitting))
+    if not forms:
         reason = "no output projection lost a channel" + (
             ", and experts are not repaired" if any(layer.experts for layer in anatomy(model)) else ""
         )
         return Repair(NONE, {}, {LEAST_SQUARES if form == AUTO else form: reason})
     if form == BIAS and not biased:
         raise _no_bias()
-    forms = [form] if form != AUTO else [LEAST_SQUARES, BIAS] if biased else [LEAST_SQUARES]
     products = LEAST_SQUARES in forms
-    n_held = min(max(1, int(held_out * len(batches))), len(batches) - 1)
-    fitting, judging = batches[:-n_held], batches[-n_held:]
-    chunks = list(_chunks(projections if products else biased, memory, products=products))
-    report_progress = _progress_reporter(progress, len(chunks) * len(fitting) + (1 + len(forms)) * n_held)
+    chunks = list(_chunks(projections if products else biased, memory, products=products)) if {*forms} - {LAYERED} else []
+    blocks = len(anatomy(model)) if LAYERED in forms else 0
+    report_progress = _progress_reporter(progress, (len(chunks) + blocks) * len(fitting) + (1 + len(forms)) * n_held)
 
     solutions: dict[str, list[Solution]] = {name: [] for name in forms}
     for chunk in chunks:
@@ -109,10 +114,42 @@ def repair(
                 solutions[LEAST_SQUARES].append(_least_squares(projection, moments, damping))
             if BIAS in forms and projection.bias is not None:
                 solutions[BIAS].append(_bias_only(projection, moments))
+    if LAYERED in forms:
+        solutions[LAYERED] = _layered(model, units, small, fitting, report_progress)
     chosen, losses, declined = _judge(small, solutions, judging, loss, report_progress)
-    if form == AUTO and not biased:
+    if form == AUTO and not biased and projections:
         declined[BIAS] = "the output projections have none"
     return Repair(chosen, losses, declined, len(solutions.get(chosen, ())), len(fitting), n_held)
+
+
+def _forms(form: str, model: nn.Module, small: nn.Module, projections: Sequence[Projection], n_fitting: int) -> list[str]:
+    """The forms to try. Where only whole blocks or sub-layers went, the layered one alone can make up for them."""
+    lost = len(projections) > 0
+    whole = not lost and total_parameters(small) < total_parameters(model) and not any(x.experts for x in anatomy(model))
+    layered = [LAYERED] if (lost or whole) and n_fitting > 1 else []
+    if form == LAYERED:
+        return layered
+    if form != AUTO:
+        return [form] if lost else []
+    biased = any(projection.bias is not None for projection in projections)
+    return [*layered, *([LEAST_SQUARES] if lost else []), *([BIAS] if biased else [])]
+
+
+def _layered(
+    model: nn.Module,
+    units: Sequence[Unit],
+    small: nn.Module,
+    batches: Sequence[Batch],
+    report_progress: Callable[[int], None],
+) -> list[Solution]:
+    """What a repair layer by layer makes of the projections of `small`, which stays as it is."""
+    outs = [module for layer in anatomy(small) for module in layer.outs]
+    before = [Solution(module, [value.detach().clone() for value in _parameters(module)]) for module in outs]
+    try:
+        changed = repair_layers(model, units, small, batches, report_progress)
+        return [Solution(module, [value.detach().clone() for value in _parameters(module)]) for module in changed]
+    finally:
+        _write(before)
 
 
 def _judge(

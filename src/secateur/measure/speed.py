@@ -151,6 +151,11 @@ class Measurement:
     dense_memory: int | None = None  # bytes, of `peak_memory`
     small_memory: int | None = None
 
+    @property
+    def of_a_batch(self) -> Timing:
+        """The first workload of several texts or images: what goals for latency are about."""
+        return next((timing for timing in self.timings if timing.batch_size > 1), self.timings[0])
+
     def verdicts(self) -> list[str]:
         """A sentence for every workload without a sure speedup."""
         return [verdict for timing in self.timings if (verdict := timing.verdict())]

@@ -76,6 +76,15 @@ def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
             module.forward = own
 
 
+def handing_on(like: Any) -> Callable[..., Any]:
+    """A forward for a block that is passed over: it returns its input, in the form of `like`, which is a block's output."""
+
+    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        return (hidden_states, *[None] * (len(like) - 1)) if isinstance(like, tuple) else hidden_states
+
+    return forward
+
+
 def batch_loss(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Tensor:
     """L(B), the mean loss of a batch over its predicted tokens, texts or images (Eq. 16), or what a `loss` of your own says."""
     return part_losses(model, batch, 1, loss)[0]

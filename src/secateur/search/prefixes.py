@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from secateur.model.families import Layer
-from secateur.model.losses import standing_in
+from secateur.model.losses import handing_on, standing_in
 from secateur.model.shrunk import counting
 from secateur.units import HEAD, MLP
 
@@ -97,7 +97,7 @@ class Prefixes:
             if outputs:
                 output = _join(outputs)
                 for layer in layers[:last]:  # nothing reads their outputs, which only need the right shape
-                    stack.enter_context(standing_in(layer.block, _hand_on(output)))
+                    stack.enter_context(standing_in(layer.block, handing_on(output)))
                 stack.enter_context(standing_in(layers[last].block, lambda *args, **options: output))
             if kind and last == at - 1 and all(_can_start(layers[at], kept, kind) for kept in inside):
                 _start_inside(stack, layers[at], inside, kind, self._n_given.get((at, kind), 0))
@@ -224,15 +224,6 @@ def _start_inside(stack: ExitStack, layer: Layer, kept: Sequence[Kept], kind: st
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether both are the same values in memory."""
     return one is not None and other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-def _hand_on(like: Any) -> Callable[..., Any]:
-    """A forward that returns its input, in the form of `like`."""
-
-    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        return (hidden_states, *[None] * (len(like) - 1)) if isinstance(like, tuple) else hidden_states
-
-    return forward
 
 
 def _join(items: Sequence[Any]) -> Any:
