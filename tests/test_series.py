@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,25 @@ import secateur as sc
 from secateur.errors import OutputError, SettingError
 from secateur.series import Cut, Series, read_series, shares_of
 from secateur.settings import make_job
-from worlds import World, small
+from worlds import Run, World, prune_command, small
 
 
 def series(*points: tuple[float, float]) -> Series:
     """The dense model and cuts of these times and losses."""
-    names = ["dense", *(f"cut {i}" for i in range(1, len(points)))]
-    return Series("latency", "perplexity", tuple(Cut(name, 10, loss, loss, time=t) for name, (t, loss) in zip(names, points)))
+    cuts = [Cut(f"cut {i}" if i else "dense", 10, loss, loss, time=t) for i, (t, loss) in enumerate(points)]
+    return Series("latency", "perplexity", tuple(cuts))
 
 
 def prune(world: World, out: Path, **settings: Any) -> sc.PruneResult:
-    asked = {"calibration": str(world.text), "device": "cpu", "target": "mlp", "method": "fisher", "measure": False}
-    return sc.prune(str(world.text_model), out=out, **asked | small(settings))
+    asked = {
+        "calibration": str(world.text),
+        "device": "cpu",
+        "target": "mlp",
+        "method": "fisher",
+        "measure": False,
+        "layout": "free",
+    }
+    return sc.prune(str(world.text_model), out=out, **small(asked | settings))
 
 
 def test_the_knee_is_the_cut_farthest_below_the_line_from_dense_to_the_smallest() -> None:
@@ -99,3 +107,11 @@ def test_shares_are_numbers_texts_or_lists_without_repetition() -> None:
     assert shares_of("0.7, 0.9,0.8") == shares_of([0.8, 0.9, 0.7, 0.8]) == (0.9, 0.8, 0.7)
     assert shares_of(0.8) == (0.8,)
     assert shares_of("") is None
+
+
+def test_the_command_shows_every_cut_and_names_the_files(world: World, tmp_path: Path, run: Run) -> None:
+    asked = ["--target", "mlp", "--method", "fisher", "--layout", "free", "--keep-params", "0.9,0.8", "--no-measure"]
+    ran = run(*prune_command(world, tmp_path / "out", *asked))
+    assert ran.code == 0, ran.err
+    assert all(re.search(rf"{name}\W+[\d,]+\W", ran.out) for name in ("dense", r"0\.9", r"0\.8"))
+    assert "series.json" in ran.out and (tmp_path / "out" / "0.9" / "config.json").exists()

@@ -235,7 +235,7 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 # The command line
 
 PROGRESS = re.compile(
-    r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
+    r"(loading|reading|grouping|learning|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
     r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
     r"|The dense model's loss on .*"  # the weights are random
 )

@@ -54,8 +54,8 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     job = make_job(model, **settings)
     check_prune(job, folder)
     cuts = folder is not None and job.settings.layout != NONE
-    if folder and cuts and job.cutting.shares:
-        for share in job.cutting.shares:
+    if folder and cuts and job.shares:
+        for share in job.shares:
             check_cut_place(folder / folder_of(share), followed_by="selection.json")
     elif folder and cuts:
         check_cut_place(folder, followed_by="selection.json")
@@ -70,7 +70,7 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     if folder is None or not cuts:
         return PruneResult(selection, record, folder)
     made = _Cutter(opened, calibration, evaluation, job, watcher)
-    if job.cutting.shares:
+    if job.shares:
         return made.series(selection, record, folder)
     return PruneResult(selection, record, folder, made.cut(selection, folder, record.judgement))
 
@@ -107,7 +107,7 @@ class _Cutter:
         goal = goal_of(settings, self.opened, units, folder / "latency.json", self.watcher)
         assert goal
         made: list[CutRecord] = []
-        for share in self.job.cutting.shares:
+        for share in self.job.shares:
             self.watcher.say(f"The cut that keeps {share:g}:")
             own, place = _first_that_meet(selection, goal, share), folder / folder_of(share)
             known = read_record(place)
@@ -124,7 +124,7 @@ class _Cutter:
                 )
             made.append(self.cut(own, place, judgement))
             own.save(place / "selection.json")
-        series = _series(made, self.job.cutting.shares, record.judgement.dense)
+        series = _series(made, self.job.shares, record.judgement.dense)
         jsonio.write(folder / FILE, series.to_json())
         return PruneResult(selection, record, folder, made[-1], series)
 

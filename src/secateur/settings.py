@@ -451,15 +451,11 @@ class Cutting(_Checked):
         unset="",
         hidden=True,  # the command line has --repair and --repair-form
     )
-    shares: tuple[float, ...] = _setting((), CUTTING, "All shares of a goal that was given several.", hidden=True)
     measure: bool = _setting(True, CUTTING, "Measure dense against small at the end.")
     max_shard_size: str = _setting("5GB", CUTTING, "The largest file of weights.")
 
     def check(self) -> None:
         super().check()
-        for share in self.shares:
-            if not 0 < share < 1:
-                raise SettingError(f"A share to keep is {share}, but must lie between 0 and 1: 0.8 leaves four fifths.")
         size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", self.max_shard_size)
         if not size or not float(size[1]):
             raise SettingError(f"The max_shard_size is {self.max_shard_size!r}, but must be a size such as 500MB or 5GB.")
@@ -521,6 +517,7 @@ class Job(NamedTuple):
     cutting: Cutting
     machine: Machine
     given: frozenset[str] = frozenset()  # the settings that the user set
+    shares: tuple[float, ...] = ()  # of a goal that was given several, from the largest to the smallest
 
     def for_task(self, task: str, *, experts: bool = False) -> Job:
         """The job with the defaults of a task, for a model with or without experts."""
@@ -561,7 +558,8 @@ def make_job(model: str, **settings: Any) -> Job:
     10
     """
     values: dict[type[_Checked], dict[str, Any]] = {group: {} for group in GROUPS}
-    given = set()
+    given: set[str] = set()
+    shares: tuple[float, ...] = ()
     for name, value in settings.items():
         if name in OLD_NAMES:
             warnings.warn(f"{name} is now called {OLD_NAMES[name]}", FutureWarning, stacklevel=3)
@@ -570,18 +568,20 @@ def make_job(model: str, **settings: Any) -> Job:
             raise not_one_of("setting", name, sorted(keywords()))
         given.add(name)
         group, field = keywords()[name]
-        if "several" in field.metadata and value is not None:
-            value = _smallest(field, value, values[Cutting])
+        if "several" in field.metadata and value is not None and value != 0:  # 0 stands for none in files
+            shares = _shares(field, value)
+            value = shares[-1]
         values[group][field.name] = plain_path(value) if name in ("calibration", "data") and value else value
     if not model:
         raise SettingError("The name of the model is empty: give a folder, a hub name, or timm:NAME.")
     values[Settings]["model"] = plain_path(model)
-    job = Job(*(group(**values[group]) for group in GROUPS))._replace(given=frozenset(given))  # type: ignore[arg-type]
+    parts: Any = [group(**values[group]) for group in GROUPS]
+    job = Job(*parts)._replace(given=frozenset(given), shares=shares if len(shares) > 1 else ())
     for part in (job.settings, job.judging, job.cutting, job.machine):
         part.check()
     if settings.get("ratio") is not None and job.settings.keep:
         raise ratio_and_goal()
-    if job.cutting.shares and job.settings.layout == UNIFORM:
+    if job.shares and job.settings.layout == UNIFORM:
         raise SettingError(
             "Several shares make nested cuts of one search, in which layers differ: use --layout free, or ask for one share."
         )
@@ -589,16 +589,16 @@ def make_job(model: str, **settings: Any) -> Job:
     return job
 
 
-def _smallest(field: dataclasses.Field[Any], value: Any, cutting: dict[str, Any]) -> float:
-    """The share that a goal asks for; of several the smallest, and the cutting is told all of them."""
+def _shares(field: dataclasses.Field[Any], value: Any) -> tuple[float, ...]:
+    """The share, or the several, that a goal asks for."""
     shares = shares_of(value)
     if shares is None:
         raise SettingError(
             f"The {field.metadata['words']} is {value!r}, but must be a share such as 0.8, or several such as 0.9,0.8,0.7."
         )
-    if len(shares) > 1:
-        cutting["shares"] = shares
-    return shares[-1]
+    for share in shares:
+        _check(field, share)
+    return shares
 
 
 def ratio_and_goal() -> SettingError:

@@ -153,7 +153,7 @@ def test_prune_tries_the_form_of_repair_asked_for(form: str, world: World, tmp_p
     ran = run(*free(world, tmp_path / "out", "--repair", "--repair-form", form, "--json"))
     assert (ran.code, ran.complaints) == (0, [])
     found = ran.document["cut"]["repair"]
-    tried = {"least squares", "bias"} if form == "auto" else {form.replace("-", " ")}
+    tried = {"least squares", "layered", "bias"} if form == "auto" else {form.replace("-", " ")}
     assert found["losses"].keys() | found["declined"].keys() == tried | {"none"}
 
 

@@ -19,6 +19,7 @@ from secateur.cli.display import (
     show_goal,
     show_inventory,
     show_measurement,
+    show_series,
     show_units,
     stdout,
     without_batch_losses,
@@ -43,7 +44,7 @@ from secateur.files.places import check_file
 from secateur.selection import Selection
 from secateur.settings import CUTTING, DATA, MACHINE, SEARCH, Machine, make_job
 
-FILES = ("selection.json", "evaluation.json", "journal.jsonl", "secateur.json", "README.md")
+FILES = ("selection.json", "evaluation.json", "journal.jsonl", "series.json", "secateur.json", "README.md")
 SHOWN = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "goal", "units", "steps")  # of a selection
 
 
@@ -73,11 +74,14 @@ def prune(
         result = prune_model(model, out=out, watcher=watcher, **settings)
     if as_json:
         more = {"cut": without_batch_losses(result.cut.to_json())} if result.cut else {}
+        more |= {"series": result.series.to_json()} if result.series else {}
         print(jsonio.dumps(without_batch_losses(result.record.to_json()) | more, indent=1))
         return
     show_evaluation(result.record.judgement.dense, result.record.judgement, result.cut)
     show_units(result.selection)
-    if result.cut:
+    if result.series:
+        show_series(result.series, out)
+    elif result.cut:
         show_cut(result.cut)
     stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
 

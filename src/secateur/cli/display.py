@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from secateur.series import DENSE, Series, table
 from secateur.settings import UNIFORM
 from secateur.watcher import GridProgress, Progress, Watcher
 
@@ -172,6 +174,20 @@ def show_cut(record: CutRecord) -> None:
         show_goal(record.goal)
     if record.measurement:
         show_measurement(record.measurement)
+
+
+def show_series(series: Series, out: Path) -> None:
+    """A row for the dense model and for each cut, and where the knee is."""
+    titles, rows = table(series)
+    shown = Table(*titles)
+    for row in rows:
+        shown.add_row(*row)
+    stdout.print(shown)
+    stdout.print("Time is that of the dense model on a batch, which has 1; in brackets its 95% interval.")
+    if series.knee and series.knee != DENSE:
+        stdout.print(
+            f"The knee of the curve is {series.knee}: after it quality falls faster than time. {out / series.knee} has it."
+        )
 
 
 def show_measurement(measurement: Measurement) -> None:

@@ -16,6 +16,7 @@ position and channel of the stream. The work is that of about three forward pass
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from secateur.units import Unit
 
 RIDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # multiples of the mean diagonal entry of the matrix
 CHOOSING = 0.2  # the share of the batches that choose the ridge
+WORTHWHILE = 1e-6  # the part of what is wanted that a fit must win: below it all is rounding
 ADDITIVE = 1e-3  # the relative error up to which a block is its input plus its two projections' outputs
 
 
@@ -146,7 +148,7 @@ class _Work:
             rows = [one.flatten(0, -2).float() for one in (x, goal, size)]
             rows = rows if real is None else [one[real.to(one.device)] for one in rows]
             (fitting if n < self._n_fitting else choosing).add(*rows)
-        return _solve(projection, fitting, choosing)
+        return fitting.usable and choosing.usable and _solve(projection, fitting, choosing)
 
 
 @dataclass
@@ -179,6 +181,12 @@ class _Squares:
         self.weight += float(weights.sum())
         self.wanted += float((weights * wanted.square()).sum())
 
+    @property
+    def usable(self) -> bool:
+        """Whether a position was seen, and all values were finite."""
+        sums = [one for one in (self.inputs, self.products) if one is not None]
+        return self.weight > 0 and math.isfinite(self.wanted) and all(bool(one.isfinite().all()) for one in sums)
+
     def means(self) -> tuple[Tensor, Tensor]:
         assert self.inputs is not None and self.products is not None
         return tuple(one.to("cpu", torch.float64) / self.weight for one in (self.inputs, self.products))  # type: ignore[return-value]
@@ -201,7 +209,8 @@ def _solve(projection: nn.Module, fitting: _Squares, choosing: _Squares) -> bool
     pulled = torch.full((len(inputs),), float(mean), dtype=torch.float64)
     if bias is not None:
         pulled[-1] = 1e-6 * mean  # nothing pulls a bias back but rounding
-    missing, best, least = products - inputs @ old, None, choosing.error(old)
+    missing, best = products - inputs @ old, None
+    least = choosing.error(old) - WORTHWHILE * choosing.wanted / choosing.weight
     for ridge in RIDGES:
         factor, failed = torch.linalg.cholesky_ex(inputs + ridge * pulled.diag())
         if failed:

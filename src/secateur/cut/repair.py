@@ -10,8 +10,8 @@ nothing changes. If the projection has a bias, M are covariances and b' = b + W_
 second moments and no bias is added, so that the family's class still builds the checkpoint. The cheap form changes the bias
 alone: W' = W_K and b' = b + W_R mu_R.
 
-x is the input of the projection in the dense model, and E weights positions as model/moments.py says. The dearer form goes layer
-by layer, on what really arrives in the cut model: layered.py.
+x is the input of the projection in the dense model, and E weights positions as model/moments.py says. The dearer form goes
+layer by layer, on what really arrives in the cut model: layered.py.
 
 None of this uses the loss, so a repair can do harm. Some batches are held out, and a repair that does not lower their loss is
 undone.
