@@ -1,24 +1,24 @@
-"""The table of docs/cuts.md: python benchmarks/cuts.py OUT [--only NAME] [--no-measure]
+"""The tables of docs/cuts.md: python benchmarks/cuts.py OUT [--only NAME] [--seeds 1,2,3] [--measure]
 
-Cuts SmolLM2-135M and DeiT-Tiny as `secateur prune` does, each without and with repair, and prints what is left, what it costs
-and what it wins. OUT keeps the checkpoints; killed and started again it goes on. Choose first with --no-measure if the machine
-is busy, then run again without it on an idle one. SmolLM2-135M is made by scripts/smollm2.py; DeiT-Tiny, Imagenette and
-WikiText-2 are looked for in $SECATEUR_DATA.
+Cuts SmolLM2-135M and DeiT-Tiny to four fifths of their FLOPs, and DeiT-Tiny to nine tenths of its parameters, as `secateur
+prune` does, with everything that makes a cut better and with each of these things left out in turn. Prints what is left and
+what each is worth, a row a cut and a mean over the seeds. OUT keeps the checkpoints; killed and started again it goes on.
+--measure times the models too: choose first without it if the machine is busy, then again with it on an idle one. SmolLM2-135M
+is made by scripts/smollm2.py; DeiT-Tiny, Imagenette and WikiText-2 are looked for in $SECATEUR_DATA.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from secateur.cut.record import CutRecord, markdown
 from secateur.measure.speed import Measurement
 from secateur.prune import prune
-from secateur.settings import make_job
-from secateur.steps import calibration_of, cut, evaluation_of, open_job
-from secateur.watcher import Watcher
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("SECATEUR_DATA", ROOT.parent / "shared" / "data"))
@@ -26,83 +26,86 @@ SMOLLM2: dict[str, Any] = {
     "model": str(ROOT / ".cache" / "SmolLM2-135M-Instruct"),
     "calibration": str(DATA / "wikitext2"),
     "calibration_size": 256,
-    "batches_per_pull": 1,
-    "batches_per_step": 8,
-    "score_batches": 8,
+    "evaluation_batches": 24,
+    "budget": "120forwards",
 }
 DEIT: dict[str, Any] = {
     "model": str(DATA / "deit-tiny"),
     "calibration": str(DATA / "imagenette"),
-    "batches_per_pull": 1,
-    "score_batches": 32,
+    "evaluation_size": 1000,
+    "budget": "150forwards",
 }
-EVALUATION_BATCHES = {"text": 32, "image": None}  # None: as many as the task usually has
-UNIFORM = {"layout": "uniform"}
 CUTS: dict[str, dict[str, Any]] = {
-    "smollm2-mlp20-uniform": SMOLLM2 | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
-    "smollm2-kv1-uniform": SMOLLM2 | UNIFORM | {"target": "kv_group", "ratio": 1 / 3, "method": "ucb", "pulls_per_step": 8},
-    "smollm2-heads10-free": SMOLLM2 | {"target": "head", "ratio": 0.1, "method": "fisher"},
-    "deit-mlp20-uniform": DEIT | UNIFORM | {"target": "mlp", "ratio": 0.2, "method": "taylor"},
-    "deit-heads10-free": DEIT | {"target": "head", "ratio": 0.1, "method": "ucb", "pulls_per_step": 64},
-    "deit-params90": DEIT | {"target": "both", "keep_params": 0.9, "method": "taylor"},
-    "deit-flops80": DEIT | {"target": "both", "keep_flops": 0.8, "method": "taylor"},
-    "deit-latency80": DEIT | {"target": "both", "keep_latency": 0.8, "method": "taylor"},
-    "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "keep_flops": 0.8, "method": "taylor"},
+    "deit-flops80": DEIT | {"target": "both", "keep_flops": 0.8},
+    "deit-params90": DEIT | {"target": "both", "keep_params": 0.9},
+    "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "keep_flops": 0.8},
 }
+WITHOUT: dict[str, dict[str, Any]] = {  # what is left out, or put in
+    "all": {},
+    "groups by address": {"group_by": "address"},
+    "damage before repair": {"damage": "zeroed"},
+    "repair all at once": {"repair": "least squares"},
+    "Fisher for the search": {"method": "fisher", "budget": None, "group_by": "activation"},
+    "whole sub-layers as well": {"wholes": True},
+}
+WHOLES = {"both": "head+mlp+attention+mlp_layer", "kv_group+mlp": "kv_group+mlp+attention+mlp_layer"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="cuts whose name has this in it")
-    parser.add_argument("--no-measure", action="store_true")
+    parser.add_argument("--without", default="", help="variants whose name has this in it")
+    parser.add_argument("--seeds", default="1,2,3", help="seeds of the searches")
+    parser.add_argument("--measure", action="store_true")
     given = parser.parse_args()
     costs, wins = [], []
     for name, settings in CUTS.items():
-        if given.only not in name:
-            continue
-        plain, repaired = _cut(settings, given.out / name, measuring=not given.no_measure)
-        costs.append(_costs(name, plain, repaired))
-        print(costs[-1], flush=True)
-        if plain.measurement:
-            wins += _wins(name, plain.measurement)
-    titles = ["cut", "layout", "parameters left", "difference", "dense", "zeroed", "checkpoint", "repaired", "repair", "goal"]
+        for variant, change in WITHOUT.items():
+            if given.only not in name or given.without not in variant:
+                continue
+            found = []
+            for seed in map(int, given.seeds.split(",")):
+                out = given.out / f"{name} {variant} {seed}".replace(" ", "-")
+                record = _cut(settings | change | {"seed": seed}, out, measuring=given.measure)
+                found.append(record)
+                print(out.name, _figures(record), flush=True)
+                if record.measurement:
+                    wins += _wins(out.name, record.measurement)
+            costs.append([name, variant, *_costs(found)])
+    titles = ["cut", "without", "parameters left", "dense", "zeroed", "repaired", "change", "seeds", "repair"]
     print(markdown(titles, costs))
     if wins:
         print()
         print(markdown(["cut", "work", "dense", "small", "dense/small", "FLOPs dense/small", "gain of FLOPs'"], wins))
 
 
-def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> tuple[CutRecord, CutRecord]:
-    """What secateur.json says of the cut, and of the same cut repaired."""
-    asked = asked | {"evaluation_batches": EVALUATION_BATCHES["text" if "SmolLM2" in asked["model"] else "image"]}
-    result = prune(**asked, out=out, measure=measuring)
-    opened, job = open_job(make_job(**asked, repair="auto", measure=False), Watcher())
-    repaired = cut(
-        opened,
-        result.selection,
-        out.with_name(f"{out.name}-repaired"),
-        calibration=calibration_of(opened, job.settings, Watcher()),
-        layout=job.settings.layout,
-        evaluation=evaluation_of(opened, job),
-        judgement=result.record.judgement,
-        cutting=job.cutting,
-    )
+def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> CutRecord:
+    """What secateur.json says of a cut that was repaired."""
+    asked = {"repair": "auto"} | asked
+    if asked.pop("wholes", False):
+        asked["target"] = WHOLES[asked["target"]]
+    result = prune(**{name: value for name, value in asked.items() if value is not None}, out=out, measure=measuring)
     assert result.cut
-    return result.cut, repaired
+    return result.cut
 
 
-def _costs(name: str, plain: CutRecord, repaired: CutRecord) -> list[str]:
-    key = "perplexity" if plain.task == "text" else "top1"
-    quality = [f"{getattr(side, key):.4f}" for side in (plain.dense, plain.zeroed, plain.shrunk, repaired.shrunk)]
-    goal = plain.goal
-    reached = ""
-    if goal:
-        reached = f"{goal.what} {goal.asked}: {goal.got:.4f}"
-        reached += f", measured {goal.measured:.3f}" if goal.measured is not None else ""
-    left = f"{plain.params:,} ({plain.params / plain.dense_params:.2%})"
-    assert repaired.repair
-    return [name, plain.layout, left, f"{plain.proof.relative:.1e}", *quality, repaired.repair.form, reached]
+def _figures(record: CutRecord) -> list[float]:
+    """Perplexity or top-1: dense, zeroed, repaired."""
+    key = "perplexity" if record.task == "text" else "top1"
+    return [float(getattr(side, key)) for side in (record.dense, record.zeroed, record.shrunk)]
+
+
+def _costs(found: Sequence[CutRecord]) -> list[str]:
+    """A row: means over the seeds, and the change in percent of perplexity or in points of top-1."""
+    figures = [_figures(record) for record in found]
+    text = found[0].task == "text"
+    changes = [100 * (small / dense - 1 if text else small - dense) for dense, _, small in figures]
+    spread = f" ± {stdev(changes):.2f}" if len(changes) > 1 else ""
+    left = mean(record.params / record.dense_params for record in found)
+    means = [f"{mean(column):.2f}" if text else f"{100 * mean(column):.2f}%" for column in zip(*figures, strict=True)]
+    forms = "/".join(dict.fromkeys(record.repair.form for record in found if record.repair))
+    return [f"{left:.2%}", *means, f"{mean(changes):+.2f}{spread}{'%' if text else ' points'}", str(len(found)), forms]
 
 
 def _wins(name: str, found: Measurement) -> list[list[str]]:
