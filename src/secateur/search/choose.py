@@ -17,7 +17,7 @@ from secateur.search.spread import Spread
 from secateur.selection import Selection
 from secateur.settings import OF_A_STEP, SECONDS, Machine, Provenance, Settings, needs_ratio
 from secateur.units import Unit, n_selected
-from secateur.watcher import Watcher
+from secateur.watcher import Followed, Following, Report, silent, watcher_of
 
 
 def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Provenance:
@@ -25,7 +25,9 @@ def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Prov
     return Provenance(replace(settings, device=opened.device), opened.digest, calibration.source.digest)
 
 
-def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: Machine) -> DamageMeter:
+def meter_of(
+    opened: Opened, calibration: Batches, settings: Settings, machine: Machine, progress: Report = silent
+) -> DamageMeter:
     """The meter that measures candidates as the settings say; its workers, if there are any, live until it is closed."""
     runner = Spread(opened, calibration, settings, machine) if machine.elsewhere else None
     return DamageMeter(
@@ -39,6 +41,7 @@ def meter_of(opened: Opened, calibration: Batches, settings: Settings, machine: 
         lanes=machine.lanes,
         seed=settings.seed,
         runner=runner,
+        progress=progress,
     )
 
 
@@ -51,12 +54,12 @@ def choose_units(
     goal: Goal | None = None,
     machine: Machine | None = None,
     journal: Journal | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Selection:
     """The units that the settings' method chooses from the candidates `units`, with all that a selection.json records."""
-    watcher, machine = watcher or Watcher(), machine or Machine()
+    watcher, machine = watcher_of(watcher), machine or Machine()
     watcher.stage("choosing units")
-    batches = calibration[: settings.score_batches]
+    batches = Followed(calibration[: settings.score_batches], watcher.evaluated)
     if machine.elsewhere and not settings.row.policy:
         watcher.say(f"The method {settings.method} makes no measurements that workers could share: it runs in this process.")
     if settings.row.search:
@@ -66,7 +69,7 @@ def choose_units(
         scores = unit_scores(settings.method, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
         chosen = select_by_score(scores, ratio=settings.ratio, goal=goal)
     else:
-        meter = meter_of(opened, calibration, settings, machine)
+        meter = meter_of(opened, calibration, settings, machine, watcher.evaluated)
         settings_here, screen = in_forwards(settings, meter, journal, watcher), None
         if settings.screening:
             scores = unit_scores(settings.screen_by, opened.model, units, batches=batches, loss=opened.loss, seed=settings.seed)
@@ -97,11 +100,9 @@ def choose_units(
     )
 
 
-def in_forwards(
-    settings: Settings, meter: DamageMeter, journal: Journal | None = None, watcher: Watcher | None = None
-) -> Settings:
+def in_forwards(settings: Settings, meter: DamageMeter, journal: Journal | None = None, watcher: Following = None) -> Settings:
     """The same with a budget of seconds turned into forwards, once: a search that goes on takes what its journal says."""
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     if not settings.planned:
         return settings
     if unread := [name for name in OF_A_STEP if getattr(settings, name) != getattr(Settings, name)]:
