@@ -39,7 +39,7 @@ EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of 
     "job": {"plain", "files", "model", "data", "search", "measure", "cut"},
     "trackers": {"plain"},  # its package brings torch along, so that it is not plain itself
     "experiment": {"plain", "files", "model", "data", "search", "measure", "job", "workers"},
-    "cli": {"plain", "files", "model", "measure", "cut", "job", "experiment", "workers"},
+    "cli": {"plain", "files", "model", "measure", "cut", "job", "trackers", "experiment", "workers"},
     "secateur": {"plain", "files", "model", "data", "search", "measure", "cut", "job", "trackers"},
 }
 WITHOUT_TENSORS = {
