@@ -105,6 +105,14 @@ def test_the_table_of_a_large_model_has_a_line_a_row_in_80_columns(encoding: str
     assert " ".join(lines).count("not surely faster") == 1 and "at +1.07% perplexity" in " ".join(lines)
 
 
+def test_in_40_columns_a_row_is_a_line_and_no_number_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = console(monkeypatch, "stdout", 40)
+    display.show_measurement(LARGE)
+    lines = seen(written)
+    assert max(map(len, lines)) <= 40 and "…" not in " ".join(lines)
+    assert "peak MB in memory: dense 1,538.1, small 1,533.4, dense/small 1.003" in " ".join(lines).replace("  ", " ")
+
+
 def test_the_list_the_map_and_the_next_command_end_a_prune(world: World, tmp_path: Path, run: Run) -> None:
     ran = run(*prune_command(world, tmp_path / "a b", "--layout", "free", "--no-measure"))
     assert "\n# removed, . kept; a row is a layer, from 0.\n" in ran.out and "\x1b" not in ran.out + ran.err

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,9 +76,8 @@ class Bars(Watcher):
     def __enter__(self) -> Bars:
         self._progress = _one_line()
         self._task: Any = None
-        self._stage = ""
         self._replaying = False
-        self._looking = ""  # what is done before the pulls of a step
+        self._begin("starting")
         self._progress.start()
         return self
 
@@ -93,7 +92,7 @@ class Bars(Watcher):
     def _begin(self, name: str) -> None:
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._stage, self._looking = name, ""
+        self._stage, self._looking = name, ""  # the latter: what is done before the pulls of a step
         self._task = self._progress.add_task(name, total=None)
 
     def say(self, sentence: str) -> None:
@@ -203,7 +202,8 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
     if cut and cut.shrunk:
         sides["checkpoint"] = cut.shrunk
     values = {title: side.to_json() for title, side in sides.items()}
-    table = Table("", "dense", *(["zeroed", "change"] if judged else []), *(["checkpoint"] if "checkpoint" in sides else []))
+    titles = ["", "dense", *(["zeroed", "change"] if judged else []), *(["checkpoint"] if "checkpoint" in sides else [])]
+    rows = []
     for key, name in FIGURES.items():
         bad = key == "nonfinite_batches"
         if key not in values["dense"] or (
@@ -215,10 +215,23 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
             percent = key == "perplexity"
             change = judged.changes.get("ppl_change_percent" if percent else f"delta_{key}")
             row += [_number(values["zeroed"].get(key)), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        table.add_row(*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else []))
-    stdout.print(table)
+        rows.append([*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else [])])
+    _show_table(titles, rows)
     if judged:
         _show_judged(judged, cut)
+
+
+def _show_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, to_the_right: bool = False) -> None:
+    """A table of numbers, or where it does not fit a line a row: numbers are never cut short."""
+    table = Table(*(Column(title, justify="right" if title and to_the_right else "left") for title in titles))
+    for row in rows:
+        table.add_row(*row)
+    if stdout.measure(table, options=stdout.options.update(max_width=1000)).maximum <= stdout.width:
+        stdout.print(table)
+        return
+    for first, *cells in rows:
+        named = zip(titles[1:], cells, strict=True)
+        tell(f"{first}: {', '.join(f'{title} {cell}' for title, cell in named if cell)}")
 
 
 def _show_judged(judged: Judgement, cut: CutRecord | None) -> None:
@@ -278,11 +291,7 @@ def show_measurement(measurement: Measurement, cost: str = "") -> None:
     """The figures side by side, and a sentence that sums them up with what the speed cost."""
     from secateur.cut.record import measured_where, short_table, verdict
 
-    titles, rows = short_table(measurement)
-    table = Table(*(Column(title, justify="right" if title else "left") for title in titles))
-    for row in rows:
-        table.add_row(*row)
-    stdout.print(table)
+    _show_table(*short_table(measurement), to_the_right=True)
     tell(measured_where(measurement))
     tell(verdict(measurement, cost))
 

@@ -88,7 +88,7 @@ def grid(
     if result.problems or (result.failed and not result.done):
         raise typer.Exit(2)
     if not as_json:
-        show_next("secateur", "compare", out, quiet=quiet)
+        show_next("secateur", "tables", out, quiet=quiet)
 
 
 def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
