@@ -235,8 +235,11 @@ def measurement_table(measurement: Measurement) -> tuple[list[str], list[list[st
 
 def short_table(measurement: Measurement) -> tuple[list[str], list[list[str]]]:
     """The same for a terminal: units in the titles, and one interval a row, that of the ratio."""
-    counts = [("parameters, M", measurement.dense_params, measurement.small_params), *_sizes(measurement)]
-    rows = [[title, f"{dense / 1e6:,.1f}", f"{small / 1e6:,.1f}", _ratio(dense, small), ""] for title, dense, small in counts]
+    dense_params, small_params = measurement.dense_params, measurement.small_params
+    counted = [f"{n / 1e6:,.1f} M" if dense_params >= 1e7 else f"{n:,}" for n in (dense_params, small_params)]
+    rows = [["parameters", *counted, _ratio(dense_params, small_params), ""]]
+    for title, dense, small in _sizes(measurement):
+        rows.append([title, f"{dense / 1e6:,.1f}", f"{small / 1e6:,.1f}", _ratio(dense, small), ""])
     for timing in measurement.timings:
         sides = timing.dense_median.value, timing.small_median.value
         if timing.name == "forward":
