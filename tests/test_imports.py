@@ -38,9 +38,10 @@ EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of 
     "measure": {"plain", "files", "model", "data", "search"},
     "cut": {"plain", "files", "model", "search", "measure"},
     "job": {"plain", "files", "model", "data", "search", "measure", "cut"},
+    "trackers": {"plain"},  # its package brings torch along, so that it is not plain itself
     "experiment": {"plain", "files", "model", "data", "search", "measure", "job", "workers"},
-    "cli": {"plain", "files", "model", "measure", "cut", "job", "experiment", "workers"},
-    "secateur": {"plain", "files", "model", "data", "search", "measure", "cut", "job"},
+    "cli": {"plain", "files", "model", "measure", "cut", "job", "trackers", "experiment", "workers"},
+    "secateur": {"plain", "files", "model", "data", "search", "measure", "cut", "job", "trackers"},
 }
 WITHOUT_TENSORS = {
     *PLAIN,
@@ -50,7 +51,7 @@ WITHOUT_TENSORS = {
     *(f"experiment.{name}" for name in ("store", "compare", "tables", "figures", "paper", "workers")),
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}
-OPTIONAL = {"timm", "datasets", "pyarrow", "gguf", "matplotlib", "ray", "scipy"}
+OPTIONAL = {"timm", "datasets", "pyarrow", "gguf", "matplotlib", "ray", "scipy", "tensorboard"}
 MOST_FILES = 8  # in a folder
 
 

@@ -238,6 +238,7 @@ PROGRESS = re.compile(
     r"(loading|reading|grouping|learning|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
     r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
     r"|The dense model's loss on .*"  # the weights are random
+    r"|Next(, in Python)?: .*"
 )
 
 

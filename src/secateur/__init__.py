@@ -65,8 +65,9 @@ if TYPE_CHECKING:
     from secateur.selection import Pull, Selection, Step
     from secateur.settings import Cutting, Judging, Machine, Settings
     from secateur.steps import choose, compare_models, cut, evaluate_on, select_to, shrink_to
+    from secateur.trackers import TensorBoard
     from secateur.units import Unit
-    from secateur.watcher import Watcher
+    from secateur.watcher import Watcher, Watchers
 
 __all__ = [
     "FAMILIES",
@@ -114,10 +115,12 @@ __all__ = [
     "Settings",
     "Step",
     "StoreError",
+    "TensorBoard",
     "Thompson",
     "Unit",
     "UnsupportedModel",
     "Watcher",
+    "Watchers",
     "candidate_units",
     "choose",
     "compare_models",
@@ -189,8 +192,9 @@ _HOMES = {  # a module, and the public names that live in it
     "selection": "Pull Selection Step",
     "settings": "Cutting Judging Machine Settings",
     "steps": "choose compare_models cut evaluate_on select_to shrink_to",
+    "trackers": "TensorBoard",
     "units": "Unit",
-    "watcher": "Watcher",
+    "watcher": "Watcher Watchers",
 }
 _HOME = {name: f"secateur.{module}" for module, names in _HOMES.items() for name in names.split()}
 

@@ -30,7 +30,7 @@ from secateur.steps import calibration_of, evaluation_of, open_job
 from secateur.streams import BATCHES, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import MLP, Unit, kinds_of, n_selected
-from secateur.watcher import Watcher
+from secateur.watcher import Following, Watcher, watcher_of
 
 Value = str | int | float | bool | None
 REHEARSED = 16  # steps of a search that are played through; more are like them
@@ -63,7 +63,7 @@ class Forecast:
 
 
 def forecast_of(
-    model: str, *, out: Path | None = None, judged: bool = True, watcher: Watcher | None = None, **settings: Any
+    model: str, *, out: Path | None = None, judged: bool = True, watcher: Following = None, **settings: Any
 ) -> Forecast:
     """What `prune`, or where `judged` is false `select_to`, would do with the same arguments; refuses what they refuse.
 
@@ -71,7 +71,7 @@ def forecast_of(
 
     >>> forecast_of("gpt2", ratio=0.1, calibration="wikitext2").pulls
     """
-    watcher, job = watcher or Watcher(), make_job(model, **settings)
+    watcher, job = watcher_of(watcher), make_job(model, **settings)
     cuts = judged and out is not None and job.settings.layout != NONE
     if judged:
         check_prune(job, out)

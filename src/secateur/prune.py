@@ -28,7 +28,7 @@ from secateur.series import DENSE, FILE, Cut, Series, folder_of
 from secateur.settings import NONE, Job, make_job
 from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run, units_of
 from secateur.units import Unit
-from secateur.watcher import Watcher
+from secateur.watcher import Following, Watcher, watcher_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PruneResult:
     series: Series | None = None  # series.json, if several shares were asked for
 
 
-def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None = None, **settings: Any) -> PruneResult:
+def prune(model: str, *, out: str | Path | None = None, watcher: Following = None, **settings: Any) -> PruneResult:
     """Choose units of a model, evaluate it with and without them, cut them out, and measure the smaller model.
 
     Writes selection.json, evaluation.json and, unless the layout is "none", the smaller checkpoint to `out`. Further keywords
@@ -50,7 +50,7 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
 
     >>> prune("gpt2", ratio=0.10, calibration="wikitext2", out="gpt2-pruned")
     """
-    watcher, folder = watcher or Watcher(), Path(out) if out is not None else None
+    watcher, folder = watcher_of(watcher), Path(out) if out is not None else None
     job = make_job(model, **settings)
     check_prune(job, folder)
     cuts = folder is not None and job.settings.layout != NONE

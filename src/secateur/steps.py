@@ -42,7 +42,7 @@ from secateur.search.scores import channel_orders
 from secateur.selection import Reached, Selection
 from secateur.settings import BUILTIN, FREE, LATENCY, Cutting, Job, Machine, Provenance, Settings, make_job
 from secateur.units import Unit
-from secateur.watcher import Watcher
+from secateur.watcher import Followed, Following, Watcher, watcher_of
 
 JUDGED_BY = ("seq_len", "batch_size", "seed", "loss", "documents", "holdout", "dtype")  # of the settings, besides the data
 NEW_TOKENS = 16  # decoded for the measurement
@@ -65,8 +65,10 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
 def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batches:
     """The batches that choose."""
     watcher.stage("reading data")
-    size = settings.calibration_size or 0
-    batches = load_batches(opened.model, opened.processor, settings.calibration, settings, split="train", size=size)
+    size, report = settings.calibration_size or 0, watcher.evaluated
+    batches = load_batches(
+        opened.model, opened.processor, settings.calibration, settings, split="train", size=size, progress=report
+    )
     _remark(opened, batches, watcher)
     return batches
 
@@ -82,6 +84,7 @@ def evaluation_of(opened: Opened, job: Job, watcher: Watcher | None = None) -> B
         split="test",
         size=judging.size or 0,
         most=judging.max_batches or 0,
+        progress=watcher_of(watcher).evaluated,
     )
     if watcher:
         _remark(opened, batches, watcher)
@@ -105,10 +108,10 @@ def choose(
     machine: Machine | None = None,
     journal: Journal | None = None,
     table_file: Path | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Selection:
     """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped."""
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     units = units_of(opened, calibration, settings, watcher) if units is None else units
     goal = goal_of(settings, opened, units, table_file, watcher)
     return choose_units(
@@ -121,7 +124,8 @@ def units_of(opened: Opened, calibration: Batches, settings: Settings, watcher: 
     orders = None
     if settings.orders_channels:
         watcher.stage("grouping MLP channels")
-        orders = channel_orders(opened.model, settings.group_by, calibration[: settings.score_batches], opened.loss)
+        batches = Followed(calibration[: settings.score_batches], watcher.evaluated)
+        orders = channel_orders(opened.model, settings.group_by, batches, opened.loss)
     return candidate_units(opened.model, settings.target, settings.group_width, orders)
 
 
@@ -134,12 +138,12 @@ class Chosen:
     files: tuple[Path, ...]
 
 
-def select_to(model: str, out: Path, *, watcher: Watcher | None = None, **settings: Any) -> Chosen:
+def select_to(model: str, out: Path, *, watcher: Following = None, **settings: Any) -> Chosen:
     """Choose units of a model and write them to a file, with a journal beside it; goes on where it was stopped.
 
     >>> select_to("gpt2", Path("sel.json"), ratio=0.1).selection.units
     """
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     job = make_job(model, **settings)
     check_select(job, out)
     opened, job = open_job(job, watcher)
@@ -222,14 +226,14 @@ def evaluate_on(
     *,
     selection: Path | None = None,
     out: Path | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
     **settings: Any,
 ) -> Evaluated:
     """Evaluate a model with and without the units of a selection file, or as it is; `out` also gets the result.
 
     >>> evaluate_on("gpt2", selection=Path("sel.json"), data="lambada").judgement.changes
     """
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     chosen = Selection.load(selection) if selection else None
     data = settings.get("data") or settings.get("calibration", BUILTIN)
     job = make_job(model, **{"calibration": data} | cut_as(chosen, data) | settings)
@@ -251,6 +255,7 @@ def evaluate_on(
     else:
         watcher.stage("evaluating the dense model")
         evaluated = Evaluated(**about, dense=evaluate(opened.model, batches, watcher.evaluated, loss=opened.loss))
+        watcher.judged("dense", evaluated.dense)
     if out:
         jsonio.write(out, evaluated.to_json())
     return evaluated
@@ -271,7 +276,7 @@ def cut(
     cutting: Cutting | None = None,
     tokens: int = 128,
     again: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> CutRecord:
     """Write the model without the selected units to `out`, proved equal to the zeroed one; return what secateur.json holds.
 
@@ -281,7 +286,7 @@ def cut(
 
     >>> cut(open_model("gpt2"), selection, "small/", calibration=batches)
     """
-    watcher, cutting, folder = watcher or Watcher(), cutting or Cutting(), Path(out)
+    watcher, cutting, folder = watcher_of(watcher), cutting or Cutting(), Path(out)
     cutting.check()
     small = None
     record = finished_cut(folder, cut_key(opened, selection, layout, cutting), again=again, watcher=watcher)
@@ -294,9 +299,9 @@ def cut(
     if evaluation is not None and not record.shrunk:
         watcher.stage("evaluating the checkpoint")
         small = small or load_model(str(folder), device=opened.device, dtype=opened.dtype)
-        record = replace(
-            record, shrunk=evaluate(small, evaluation, watcher.evaluated, loss=opened.loss), data=evaluation.source.name
-        )
+        shrunk = evaluate(small, evaluation, watcher.evaluated, loss=opened.loss)
+        watcher.judged("checkpoint", shrunk)
+        record = replace(record, shrunk=shrunk, data=evaluation.source.name)
         if judgement:
             record = replace(record, dense=judgement.dense, zeroed=judgement.zeroed)
     if cutting.measure and not record.measurement:
@@ -322,13 +327,13 @@ def _measured_goal(goal: Reached | None, measurement: Measurement) -> Reached | 
 
 
 def shrink_to(
-    model: str, selection: Path, out: Path, *, layout: str = FREE, watcher: Watcher | None = None, **settings: Any
+    model: str, selection: Path, out: Path, *, layout: str = FREE, watcher: Following = None, **settings: Any
 ) -> tuple[Selection, CutRecord]:
     """Cut the units of a selection file out of a model and write the smaller one; the calibration data prove and repair it.
 
     >>> shrink_to("gpt2", Path("sel.json"), Path("small"), repair="auto")
     """
-    watcher, chosen = watcher or Watcher(), Selection.load(selection)
+    watcher, chosen = watcher_of(watcher), Selection.load(selection)
     job = make_job(model, **shared_settings(chosen, settings))
     check_shrink(job, out, layout)
     check_cut_place(out)
@@ -363,10 +368,10 @@ def compare(
     repeats: int = 9,
     threads: int | None = None,
     memory: bool = True,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Measurement:
     """Measure two models side by side: time, size on disk and peak memory."""
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     if new_tokens is None:
         context = getattr(getattr(dense.model, "config", None), "max_position_embeddings", None)
         new_tokens = min(NEW_TOKENS, max(1, context // 2)) if isinstance(context, int) else NEW_TOKENS
@@ -393,9 +398,11 @@ def compare(
                 tokens=tokens,
                 trust_remote_code=opened.trust_remote_code,
             )
-            for opened in (dense, small)
+            for opened in Followed((dense, small), watcher.evaluated)
         ]
-    return replace(measurement, dense_disk=disk[0], small_disk=disk[1], dense_memory=peaks[0], small_memory=peaks[1])
+    measurement = replace(measurement, dense_disk=disk[0], small_disk=disk[1], dense_memory=peaks[0], small_memory=peaks[1])
+    watcher.measured(measurement)
+    return measurement
 
 
 def compare_models(
@@ -405,14 +412,14 @@ def compare_models(
     device: str = "auto",
     dtype: str = "float32",
     trust_remote_code: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
     **options: Any,
 ) -> Measurement:
     """Load two models and measure them side by side; the `options` are those of `compare`.
 
     >>> compare_models("gpt2", "small/", repeats=15).timings[0].speedup
     """
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     new_tokens, threads = options.get("new_tokens"), options.get("threads")
     check_measure(
         options.get("batch_sizes", (1, 8)),

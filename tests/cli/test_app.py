@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -220,7 +221,9 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on(stop: signal.Signals, wor
     assert (ran.code, ran.out) == (130, "")
     assert sorted(contents(tmp_path)) == ["journal.jsonl"]
     assert len(ran.complaints) == 1
-    assert re.search(r"[Ss]topped.* same command", ran.complaints[0])
+    assert re.search(r"^Stopped\. Saved: \d+ measurements in .*journal\.jsonl\. The same command goes on", ran.complaints[0])
+    typed = prune_command(world, tmp_path, *SLOW)
+    assert ran.complaints[0].endswith(f": python -m secateur {shlex.join(map(str, typed))}")
 
 
 @pytest.mark.slow

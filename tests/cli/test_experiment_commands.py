@@ -35,8 +35,9 @@ def test_a_grid_says_how_far_it_is_and_how_it_ended(world: World, tmp_path: Path
     ran = run(*command)
     assert ran.code == 0
     assert re.match("14 .*done, 0 failed, 0 left", ran.out) and RECORDS in ran.out
-    lines = [line for line in ran.err.splitlines() if not line.startswith("The dense model's loss")]
-    assert len(lines) == len(ran.err.splitlines()) - 1  # its weights are random, which is said once
+    *lines, following = [line for line in ran.err.splitlines() if not line.startswith("The dense model's loss")]
+    assert len(lines) == len(ran.err.splitlines()) - 2  # its weights are random, which is said once
+    assert following == f"Next: secateur tables {tmp_path / 'store'}"
     assert len(lines) == 15 and lines[0].startswith("0 done, 0 failed, 14 left")
     assert re.search("14 runs.*Tiny 14.*; 0 left", run(*command, "--plan").out)
     assert re.search("Tiny head 0.3.*14 done, 0 failed, 0 left.* 0 s", lines[-1])

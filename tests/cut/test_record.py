@@ -12,6 +12,7 @@ from secateur.cut.proof import BLOCKS, Proof
 from secateur.cut.record import (
     RECORD,
     CutRecord,
+    cost_in_words,
     goal_sentence,
     markdown,
     measured_where,
@@ -20,6 +21,7 @@ from secateur.cut.record import (
     read_record,
     removed,
     unit_lines,
+    verdict,
 )
 from secateur.cut.repair import Repair
 from secateur.errors import OutputError
@@ -201,7 +203,7 @@ def test_a_card_says_what_it_cost_and_won() -> None:
     card = model_card(FULL)
     for words in ("## Repair", str(FULL.repair), "## Goal", "80.0%", "79.00%", "81.00%", "## What it won"):
         assert words in card
-    assert len(MEASURED.verdicts()) == 1 and MEASURED.verdicts()[0] in card
+    assert verdict(MEASURED, cost_in_words(FULL)) in card
     assert "| perplexity | 3.4900 | nan | 4.4800 |" in card and "| non-finite batches | 0.0000 | 1.0000 | 0.0000 |" in card
     assert "not evaluated" not in card and "`wikitext2`, which did not choose" in card
 
@@ -274,6 +276,22 @@ def test_a_measurement_is_a_table_of_dense_and_small_with_what_was_measured() ->
     assert prompt == ["11.0 (10.0 to 12.0)", "8.5 (8.0 to 9.0)", "1.25 (1.22 to 1.41)", "1.67"]
     peaks = measurement_table(replace(MEASURED, dense_memory=2_000_000, small_memory=1_000_000))[1]
     assert next(row for row in peaks if "memory" in row[0])[1:4] == ["2.0", "1.0", "2.000"]
+
+
+def test_a_verdict_sums_up_what_is_faster_and_what_is_not_with_the_cost() -> None:
+    cost = "+1.07% perplexity"
+    assert cost_in_words(FULL) == "+28.37% perplexity" and cost_in_words(PLAIN) == ""
+    assert verdict(MEASURED, cost) == (
+        "The small model is 1.25 times as fast for prompts at batch 8, at +1.07% perplexity. "
+        "It is slower for tokens at batch 8 (0.92 times as fast), though 40.0% of the FLOPs are gone."
+    )
+    same = [Timing(name, size, (1.0, 1.1, 0.9), (1.0,) * 3, 100.0, 99.0) for size in (1, 8) for name in ("prefill", "decode")]
+    assert verdict(replace(MEASURED, timings=tuple(same)), cost) == (
+        "The small model is not surely faster for prompts and tokens at batch 1 and 8 (1.00 times as fast), "
+        "though 1.0% of the FLOPs are gone, at +1.07% perplexity."
+    )
+    faster = tuple(replace(MEASURED.timings[0], batch_size=size) for size in (1, 8))
+    assert verdict(replace(MEASURED, timings=faster)) == "The small model is 1.25 times as fast for prompts at batch 1 and 8."
 
 
 def test_an_image_models_speed_is_in_images_a_second() -> None:

@@ -6,7 +6,9 @@ Results go to standard output, progress and errors to standard error.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -17,6 +19,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 # The rest is imported when main runs, which knows what to do if it is interrupted.
@@ -25,7 +28,12 @@ from secateur.errors import SecateurError, first_line, out_of_memory
 if TYPE_CHECKING:
     import typer
 
-RESUMABLE = ("prune", "select", "shrink", "grid")
+WRITTEN = {  # by a command that goes on after it was stopped, where its -o says
+    "prune": ("{}/journal.jsonl", "{}/selection.json", "{}/evaluation.json", "{}/secateur.json"),
+    "select": ("{}.journal.jsonl", "{}.json"),
+    "shrink": ("{}/secateur.json",),
+    "grid": ("{}/results.jsonl",),
+}
 UNFORESEEN = 70  # the exit code of an error that no one foresaw
 LONGEST = 1000  # characters of a message
 
@@ -91,7 +99,8 @@ def main() -> NoReturn:
             _fail_of(error, arguments)
         code = 130
     if code == 130:
-        _fail("Stopped." + (" The same command goes on from here." if arguments[0] in RESUMABLE else ""), 130)
+        _say_stopped(arguments)
+        raise SystemExit(code)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
@@ -149,6 +158,36 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 def _silence_stdout() -> None:
     """Redirect standard output, which cannot be written, to nowhere, so that Python does not try again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_stopped(arguments: Sequence[str]) -> None:
+    """Say in a line what a stopped command has saved, and the command that goes on, as it was typed."""
+    from secateur.cli.display import stderr
+
+    name = "python -m secateur" if Path(sys.argv[0]).name == "__main__.py" else "secateur"
+    typed = f"{name} {shlex.join(arguments)}"
+    saved = _saved(arguments)
+    if saved:
+        stderr.print(f"Stopped. {saved} The same command goes on from there: {typed}")
+    else:
+        stderr.print(f"Stopped. Nothing was saved; the same command starts again: {typed}")
+
+
+def _saved(arguments: Sequence[str]) -> str:
+    """A sentence about what a command has written to the place that its -o names; nothing if that is nothing."""
+    places = [value for flag, value in itertools.pairwise(arguments) if flag in ("-o", "--out")]
+    places += [argument.removeprefix("--out=") for argument in arguments if argument.startswith("--out=")]
+    places += [argument[2:] for argument in arguments if argument.startswith("-o") and argument != "-o"]
+    command = arguments[0]
+    if not places or command not in WRITTEN or "--dry-run" in arguments or "--plan" in arguments:
+        return ""
+    out = places[-1].removesuffix(".json") if command == "select" else places[-1]
+    paths = [Path(pattern.format(out)) for pattern in WRITTEN[command]]
+    found = ", ".join(str(path) for path in paths if path.exists())
+    with contextlib.suppress(OSError), open(paths[0], "rb") as file:
+        if command in ("prune", "select"):
+            found = found.replace(str(paths[0]), f"{max(0, sum(1 for _ in file) - 1):,} measurements in {paths[0]}", 1)
+    return f"Saved: {found}." if found else ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

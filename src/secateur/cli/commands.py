@@ -12,13 +12,15 @@ import typer
 
 from secateur.checks import check_evaluate, check_prune, check_select, check_shrink, shared_settings
 from secateur.cli.display import (
-    Bars,
+    following,
     show_cut,
     show_evaluation,
     show_forecast,
     show_goal,
     show_inventory,
+    show_loading,
     show_measurement,
+    show_next,
     show_series,
     show_units,
     stdout,
@@ -29,10 +31,12 @@ from secateur.cli.options import (
     JOB,
     MODEL,
     AsJson,
+    Board,
     DryRun,
     Model,
     OutFile,
     OutFolder,
+    Quiet,
     Repair,
     RepairForm,
     names_of,
@@ -55,6 +59,8 @@ def prune(
     repair: Repair = False,
     repair_form: RepairForm = "auto",
     dry_run: DryRun = False,
+    tensorboard: Board = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -66,11 +72,11 @@ def prune(
     settings |= repair_of(repair, repair_form)
     check_prune(make_job(model, **settings), out)
     if dry_run:
-        _forecast(model, out, settings, as_json=as_json, judged=True)
+        _forecast(model, out, settings, as_json=as_json, judged=True, quiet=quiet)
         return
     from secateur.prune import prune as prune_model
 
-    with Bars() as watcher:
+    with following(quiet, tensorboard) as watcher:
         result = prune_model(model, out=out, watcher=watcher, **settings)
     if as_json:
         more = {"cut": without_batch_losses(result.cut.to_json())} if result.cut else {}
@@ -78,19 +84,23 @@ def prune(
         print(jsonio.dumps(without_batch_losses(result.record.to_json()) | more, indent=1))
         return
     show_evaluation(result.record.judgement.dense, result.record.judgement, result.cut)
-    show_units(result.selection)
+    show_units(result.selection, model, trust_remote_code=settings.get("trust_remote_code", False))
     if result.series:
         show_series(result.series, out)
     elif result.cut:
         show_cut(result.cut)
     stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
+    if result.cut:
+        show_loading(result.cut, out, quiet=quiet)
+    else:
+        show_next("secateur", "shrink", model, "--selection", out / "selection.json", "-o", out / "small", quiet=quiet)
 
 
-def _forecast(model: str, out: Path, settings: dict[str, Any], *, as_json: bool, judged: bool) -> None:
+def _forecast(model: str, out: Path, settings: dict[str, Any], *, as_json: bool, judged: bool, quiet: bool) -> None:
     """Show what prune, or with `judged` false select, would do."""
     from secateur.forecast import forecast_of
 
-    with Bars() as watcher:
+    with following(quiet) as watcher:
         forecast = forecast_of(model, out=out, judged=judged, watcher=watcher, **settings)
     if as_json:
         print(jsonio.dumps(forecast.to_json(), indent=1))
@@ -99,25 +109,35 @@ def _forecast(model: str, out: Path, settings: dict[str, Any], *, as_json: bool,
 
 
 @takes(*CHOICE, *names_of(Machine), config=True)
-def select(model: Model, out: OutFile, dry_run: DryRun = False, as_json: AsJson = False, **settings: Any) -> None:
+def select(
+    model: Model,
+    out: OutFile,
+    dry_run: DryRun = False,
+    tensorboard: Board = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    **settings: Any,
+) -> None:
     """Choose units and write them to a file; `evaluate` judges them."""
     check_select(make_job(model, **settings), out)
     if dry_run:
-        _forecast(model, out, settings, as_json=as_json, judged=False)
+        _forecast(model, out, settings, as_json=as_json, judged=False, quiet=quiet)
         return
     from secateur.steps import select_to
 
-    with Bars() as watcher:
+    with following(quiet, tensorboard) as watcher:
         chosen = select_to(model, out, watcher=watcher, **settings)
     if as_json:
         fields = chosen.selection.to_json()
         percent = {"zeroed_percent": chosen.zeroed_percent}
         print(jsonio.dumps({name: fields[name] for name in SHOWN} | percent, indent=1))
         return
-    show_units(chosen.selection)
+    show_units(chosen.selection, model, trust_remote_code=settings.get("trust_remote_code", False))
     if chosen.selection.goal:
         show_goal(chosen.selection.goal)
     stdout.print("\nFiles: " + ", ".join(map(str, chosen.files)))
+    data = ["--data", settings["calibration"]] if settings.get("calibration") else []
+    show_next("secateur", "evaluate", model, "--selection", out, *data, quiet=quiet)
 
 
 @takes(
@@ -144,6 +164,7 @@ def shrink(
     ] = "free",
     repair: Repair = False,
     repair_form: RepairForm = "auto",
+    quiet: Quiet = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -152,14 +173,18 @@ def shrink(
     check_shrink(make_job(model, **shared_settings(Selection.load(selection), settings)), out, layout)
     from secateur.steps import shrink_to
 
-    with Bars() as watcher:
+    with following(quiet) as watcher:
         chosen, record = shrink_to(model, selection, out, layout=layout, watcher=watcher, **settings)
     if as_json:
         print(jsonio.dumps(record.to_json(), indent=1))
         return
-    show_units(chosen)
+    show_units(chosen, model, trust_remote_code=settings.get("trust_remote_code", False))
     show_cut(record)
     stdout.print(f"\nWritten to {out}")
+    if record.measurement:
+        show_loading(record, out, quiet=quiet)
+    else:
+        show_next("secateur", "measure", model, out, quiet=quiet)
 
 
 @takes(*MODEL)
@@ -179,13 +204,14 @@ def measure(
         bool,
         typer.Option("--memory/--no-memory", help="Load each in a process of its own for its peak.", rich_help_panel=MACHINE),
     ] = True,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
     """Measure two models side by side: parameters, bytes, memory, FLOPs, and the time of prompts, tokens or images."""
     from secateur.steps import compare_models
 
-    with Bars() as watcher:
+    with following(quiet) as watcher:
         measurement = compare_models(
             dense,
             small,
@@ -200,8 +226,10 @@ def measure(
         )
     if as_json:
         print(jsonio.dumps(measurement.to_json(), indent=1))
-    else:
-        show_measurement(measurement)
+        return
+    show_measurement(measurement)
+    data = [] if measurement.tokens else ["--data", "IMAGES"]  # a folder that the user knows
+    show_next("secateur", "evaluate", small, *data, quiet=quiet)
 
 
 @takes(
@@ -228,6 +256,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Also write the result to this file.", rich_help_panel=MACHINE)
     ] = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -237,12 +266,17 @@ def evaluate(
         Selection.load(selection)
     from secateur.steps import evaluate_on
 
-    with Bars() as watcher:
+    with following(quiet) as watcher:
         evaluated = evaluate_on(model, selection=selection, out=out, watcher=watcher, **settings)
     if as_json:
         print(jsonio.dumps(without_batch_losses(evaluated.to_json()), indent=1))
+        return
+    show_evaluation(evaluated.dense, evaluated.judgement)
+    data = ["--calibration", settings["data"]] if settings.get("data") else []
+    if selection:
+        show_next("secateur", "shrink", model, "--selection", selection, "-o", "small", quiet=quiet)
     else:
-        show_evaluation(evaluated.dense, evaluated.judgement)
+        show_next("secateur", "prune", model, "--ratio", 0.1, *data, "-o", "out", quiet=quiet)
 
 
 @takes("target", "ratio", "group_width", "trust_remote_code")
@@ -275,6 +309,7 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the rows to this file.", rich_help_panel=MACHINE)
     ] = None,
+    quiet: Quiet = False,
     **settings: Any,
 ) -> None:
     """Measure how fast damage is measured on this machine, against calling the model twice for every measurement."""
@@ -282,7 +317,7 @@ def bench(
         check_file(json_file, "bench.json", holds="rows")
     from secateur.measure.bench import DEFAULT_MODELS, bench as bench_models, markdown
 
-    with Bars() as watcher:
+    with following(quiet) as watcher:
         rows = bench_models(
             models or DEFAULT_MODELS, pulls=pulls, selection=selection, steps=steps, watcher=watcher, **settings
         )

@@ -6,17 +6,23 @@ What writes sentences about cuts needs torch, and is imported where it is used: 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress as RichProgress, ProgressColumn, Task, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
 
+from secateur.cli.map import model_map
+from secateur.errors import SecateurError
 from secateur.series import DENSE, Series, table
 from secateur.settings import UNIFORM
-from secateur.watcher import GridProgress, Progress, Watcher
+from secateur.units import GROUP_WIDTH
+from secateur.watcher import GridProgress, Progress, Watcher, Watchers
 
 if TYPE_CHECKING:
     from secateur.cut.record import CutRecord
@@ -30,20 +36,49 @@ SHOWN = 24  # layers with units
 stdout, stderr = (Console(stderr=err, highlight=False, markup=False, soft_wrap=True) for err in (False, True))
 
 
+class Left(ProgressColumn):
+    """How far a stage is and the time left, or the time so far where its length is not known."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text(_clock(task.elapsed or 0))
+        left = "" if task.time_remaining is None else f"  {_clock(task.time_remaining)} left"
+        return Text(f"{int(task.completed)}/{int(task.total)}{left}")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _is_live() -> bool:
+    """Whether standard error can show a line that changes."""
+    return stderr.is_terminal and not stderr.is_dumb_terminal
+
+
+def _one_line() -> RichProgress:
+    """One line that changes: what is done, a bar, and the time left; nothing where it cannot be shown."""
+    return RichProgress(
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        BarColumn(bar_width=max(4, min(24, stderr.width // 5))),
+        Left(table_column=Column(no_wrap=True)),
+        console=stderr,
+        expand=True,
+        transient=True,
+        disable=not _is_live(),
+        refresh_per_second=4,
+        speed_estimate_period=600,  # seconds: a step of a large model takes minutes
+    )
+
+
 class Bars(Watcher):
-    """Progress on standard error: bars on a terminal, a line a step elsewhere."""
+    """Progress on standard error: one line with a bar on a terminal, a line a step elsewhere."""
 
     def __enter__(self) -> Bars:
-        self._progress = RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=stderr,
-            disable=not stderr.is_terminal,
-        )
+        self._progress = _one_line()
         self._task: Any = None
         self._replaying = False
+        self._begin("starting")
         self._progress.start()
         return self
 
@@ -51,11 +86,15 @@ class Bars(Watcher):
         self._progress.stop()
 
     def stage(self, name: str) -> None:
+        self._begin(name)
+        if not _is_live():
+            stderr.print(f"{name} ...")
+
+    def _begin(self, name: str) -> None:
         if self._task is not None:
             self._progress.remove_task(self._task)
+        self._stage, self._looking = name, ""  # the latter: what is done before the pulls of a step
         self._task = self._progress.add_task(name, total=None)
-        if not stderr.is_terminal:
-            stderr.print(f"{name} ...")
 
     def say(self, sentence: str) -> None:
         stderr.print(sentence)
@@ -63,7 +102,9 @@ class Bars(Watcher):
     def pull(self, progress: Progress) -> None:
         if progress.replayed and not self._replaying:
             stderr.print("taking over the pulls of an earlier start ...")
-        self._replaying = progress.replayed
+        if self._replaying and not progress.replayed:
+            self._begin(self._stage)  # else what was read from the journal would count as fast work
+        self._replaying, self._looking = progress.replayed, ""
         self._progress.update(
             self._task,
             description=f"step {progress.step + 1}/{progress.n_steps} pull {progress.pull}/{progress.budget} "
@@ -73,23 +114,47 @@ class Bars(Watcher):
         )
 
     def look(self, step: int, n_steps: int, n_batches: int) -> None:
-        description = f"step {step + 1}/{n_steps}: gradients of {n_batches} batches"
-        self._progress.update(self._task, description=description, total=n_steps, completed=step)
+        self._looking = f"step {step + 1}/{n_steps}: gradients of {n_batches} batches"
+        self._progress.update(self._task, description=self._looking, total=n_steps, completed=step)
 
     def chosen(self, step: Step, n_steps: int) -> None:
-        if not stderr.is_terminal and not self._replaying:
+        if not _is_live() and not self._replaying:
             stderr.print(f"step {step.step + 1}/{n_steps}: {step.unit} (damage {step.damage:+.4f})")
 
     def evaluated(self, batch: int, n_batches: int) -> None:
-        self._progress.update(self._task, total=n_batches, completed=batch)
+        if self._looking:  # the bar is that of the steps
+            self._progress.update(self._task, description=f"{self._looking}, {batch} done")
+        else:
+            self._progress.update(self._task, total=n_batches, completed=batch)
+
+    def healed(self, step: int, n_steps: int, loss: float, held_out: float | None) -> None:
+        if held_out is not None and not _is_live():
+            stderr.print(f"healing {step}/{n_steps}: loss {loss:.4f}, held out {held_out:.4f}")
+        self._progress.update(self._task, description=f"{self._stage}: loss {loss:.4f}", total=n_steps, completed=step)
+
+
+@contextmanager
+def following(quiet: bool = False, tensorboard: Path | None = None) -> Iterator[Watcher]:
+    """The watcher of a command: progress on standard error unless it is to be quiet, and what TensorBoard reads."""
+    more = []
+    if tensorboard is not None:
+        from secateur.trackers import TensorBoard
+
+        more.append(TensorBoard(tensorboard))
+    if quiet:
+        yield Watchers(*more)
+        return
+    with Bars() as bars:
+        yield Watchers(bars, *more)
 
 
 class GridBars:
-    """How a grid goes, on standard error: a bar on a terminal, a line a run elsewhere."""
+    """How a grid goes, on standard error: a bar on a terminal, a line a run elsewhere; nothing if it is to be quiet."""
 
-    def __init__(self, n_runs: int) -> None:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self._progress = RichProgress(*columns, console=stderr, disable=not stderr.is_terminal)
+    def __init__(self, n_runs: int, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._progress = _one_line()
+        self._progress.disable |= quiet
         self._task = self._progress.add_task("reading the store", total=n_runs)
 
     def __enter__(self) -> GridBars:
@@ -100,13 +165,33 @@ class GridBars:
         self._progress.stop()
 
     def say(self, sentence: str) -> None:
-        stderr.print(sentence)
+        if not self._quiet:
+            stderr.print(sentence)
 
     def ran(self, progress: GridProgress) -> None:
         left = "" if progress.seconds_left is None else f", about {_duration(progress.seconds_left)} left"
         counts = f"{progress.done} done, {progress.failed} failed, {progress.left} left{left}"
         self._progress.update(self._task, description=counts, completed=progress.done + progress.failed)
-        stderr.print(f"{progress.latest} ({counts})" if progress.latest else counts)
+        self.say(f"{progress.latest} ({counts})" if progress.latest else counts)
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence: broken between words on a terminal, and in one line elsewhere."""
+    stdout.print(sentence, soft_wrap=not stdout.is_terminal)
+
+
+def show_next(*words: object, quiet: bool = False) -> None:
+    """The command to type next, on standard error, so that a result that is kept in a file is kept without it."""
+    if not quiet:
+        stderr.print(f"Next: {shlex.join(map(str, words))}")
+
+
+def show_loading(record: CutRecord, folder: Path, *, quiet: bool = False) -> None:
+    """The line of Python that loads a cut model, on standard error."""
+    from secateur.cut.record import loading_line
+
+    if not quiet:
+        stderr.print(f"Next, in Python: {loading_line(record, folder)}")
 
 
 def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: CutRecord | None = None) -> None:
@@ -118,7 +203,8 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
     if cut and cut.shrunk:
         sides["checkpoint"] = cut.shrunk
     values = {title: side.to_json() for title, side in sides.items()}
-    table = Table("", "dense", *(["zeroed", "change"] if judged else []), *(["checkpoint"] if "checkpoint" in sides else []))
+    titles = ["", "dense", *(["zeroed", "change"] if judged else []), *(["checkpoint"] if "checkpoint" in sides else [])]
+    rows = []
     for key, name in FIGURES.items():
         bad = key == "nonfinite_batches"
         if key not in values["dense"] or (
@@ -130,77 +216,93 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
             percent = key == "perplexity"
             change = judged.changes.get("ppl_change_percent" if percent else f"delta_{key}")
             row += [_number(values["zeroed"].get(key)), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        table.add_row(*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else []))
-    stdout.print(table)
+        rows.append([*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else [])])
+    _show_table(titles, rows)
     if judged:
         _show_judged(judged, cut)
 
 
+def _show_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, to_the_right: bool = False) -> None:
+    """A table of numbers, or where it does not fit a line a row: numbers are never cut short."""
+    table = Table(*(Column(title, justify="right" if title and to_the_right else "left") for title in titles))
+    for row in rows:
+        table.add_row(*row)
+    if stdout.measure(table, options=stdout.options.update(max_width=1000)).maximum <= stdout.width:
+        stdout.print(table)
+        return
+    for first, *cells in rows:
+        named = zip(titles[1:], cells, strict=True)
+        tell(f"{first}: {', '.join(f'{title} {cell}' for title, cell in named if cell)}")
+
+
 def _show_judged(judged: Judgement, cut: CutRecord | None) -> None:
-    stdout.print(
+    tell(
         f"{len(judged.units)} units zeroed: {judged.zeroed_percent:.4f}% of {judged.total_params:,} parameters; "
         f"{judged.pulls:,} pulls, {judged.forwards:,} forwards."
     )
     if judged.goal and not (cut and cut.goal):
         show_goal(judged.goal)
     if not math.isfinite(judged.zeroed.loss):
-        stdout.print("A failed run: the loss with the units zeroed is not finite.")
+        tell("A failed run: the loss with the units zeroed is not finite.")
     if judged.nonfinite_pulls:
-        stdout.print(f"{judged.nonfinite_pulls} pulls gave a non-finite loss; the trace shows them.")
+        tell(f"{judged.nonfinite_pulls} pulls gave a non-finite loss; the trace shows them.")
 
 
 def show_goal(goal: Reached) -> None:
     from secateur.cut.record import goal_sentence
 
-    stdout.print(goal_sentence(goal))
+    tell(goal_sentence(goal))
 
 
-def show_units(selection: Selection) -> None:
+def show_units(selection: Selection, model: str, *, trust_remote_code: bool = False) -> None:
+    """The selected units: a list if they are few, and a map of the model."""
     from secateur.cut.record import unit_lines
+    from secateur.model.accounting import unit_counts
 
     lines = unit_lines(selection.units)
-    more = f"  and in {len(lines) - SHOWN} more places; the file has them all" if len(lines) > SHOWN else ""
-    stdout.print(f"Zeroed ({len(selection.units)}), as layer.index: {'  '.join(lines[:SHOWN])}{more}")
+    listed = f", as layer.index: {'  '.join(lines)}" if len(lines) <= SHOWN else "; the file lists them all."
+    tell(f"Zeroed ({len(selection.units)}){listed}")
+    settings = selection.made_with.settings if selection.made_with else None
+    target = settings.target if settings else "+".join(dict.fromkeys(unit.kind for unit in selection.units))
+    group_width = next((unit.width for unit in selection.units if unit.width), GROUP_WIDTH)
+    try:
+        counts = unit_counts(model, target, group_width, trust_remote_code=trust_remote_code)
+    except SecateurError:
+        return  # the shapes of a model whose code is its own may need its weights
+    for line in model_map(counts, selection.units, stdout.width):
+        stdout.print(line)
 
 
 def show_cut(record: CutRecord) -> None:
+    from secateur.cut.record import cost_in_words
+
     left, total = record.params, record.dense_params
     loader = "any loader reads it" if record.layout == UNIFORM else "secateur.load_shrunk reads it"
-    stdout.print(f"\nCut ({record.layout}; {loader}): {left:,} of {total:,} parameters are left ({left / total:.2%}).")
-    stdout.print(f"Proved: {record.proof}.")
+    tell(f"\nCut ({record.layout}; {loader}): {left:,} of {total:,} parameters are left ({left / total:.2%}).")
+    tell(f"Proved: {record.proof}.")
     if record.repair:
-        stdout.print(str(record.repair))
+        tell(str(record.repair))
     if record.goal:
         show_goal(record.goal)
     if record.measurement:
-        show_measurement(record.measurement)
+        show_measurement(record.measurement, cost_in_words(record))
 
 
 def show_series(series: Series, out: Path) -> None:
     """A row for the dense model and for each cut, and where the knee is."""
-    titles, rows = table(series)
-    shown = Table(*titles)
-    for row in rows:
-        shown.add_row(*row)
-    stdout.print(shown)
-    stdout.print("Time is that of the dense model on a batch, which has 1; in brackets its 95% interval.")
+    _show_table(*table(series), to_the_right=True)
+    tell("Time is that of a batch; the dense model takes 1. In brackets is the 95% interval.")
     if series.knee and series.knee != DENSE:
-        stdout.print(
-            f"The knee of the curve is {series.knee}: after it quality falls faster than time. {out / series.knee} has it."
-        )
+        tell(f"The knee of the curve is {series.knee}: after it quality falls faster than time. {out / series.knee} has it.")
 
 
-def show_measurement(measurement: Measurement) -> None:
-    from secateur.cut.record import measured_where, measurement_table
+def show_measurement(measurement: Measurement, cost: str = "") -> None:
+    """The figures side by side, and a sentence that sums them up with what the speed cost."""
+    from secateur.cut.record import measured_where, short_table, verdict
 
-    titles, rows = measurement_table(measurement)
-    table = Table(*titles)
-    for row in rows:
-        table.add_row(*row)
-    stdout.print(table)
-    stdout.print(measured_where(measurement))
-    for verdict in measurement.verdicts():
-        stdout.print(verdict)
+    _show_table(*short_table(measurement), to_the_right=True)
+    tell(measured_where(measurement))
+    tell(verdict(measurement, cost))
 
 
 def show_inventory(listed: Inventory) -> None:
@@ -216,10 +318,8 @@ def show_inventory(listed: Inventory) -> None:
     stdout.print(table)
     low, high = listed.zeroed_percent
     percent = f"{low:.4f}%" if low == high else f"{low:.4f}% to {high:.4f}%"
-    stdout.print(f"{listed.candidates:,} candidates ({listed.target}), {listed.total_params:,} parameters.")
-    stdout.print(
-        f"A ratio of {listed.ratio:g} selects {listed.selected:,} ({listed.unit_ratio:.2%}): {percent} of the parameters."
-    )
+    tell(f"{listed.candidates:,} candidates ({listed.target}), {listed.total_params:,} parameters.")
+    tell(f"A ratio of {listed.ratio:g} selects {listed.selected:,} ({listed.unit_ratio:.2%}): {percent} of the parameters.")
 
 
 def show_forecast(forecast: Forecast) -> None:
@@ -231,18 +331,18 @@ def show_forecast(forecast: Forecast) -> None:
     stdout.print(table)
     evaluated = f", {forecast.evaluation_batches} that judge" if forecast.evaluation_batches else ""
     about = f"{forecast.goal}: about " if forecast.goal else ""
-    stdout.print(
+    tell(
         f"{forecast.model} ({forecast.family}, {forecast.task}): {forecast.calibration_batches} batches that choose{evaluated}."
     )
-    stdout.print(f"Would remove {about}{forecast.removed:,} of {forecast.candidates:,} candidates.")
+    tell(f"Would remove {about}{forecast.removed:,} of {forecast.candidates:,} candidates.")
     if forecast.pulls:
-        stdout.print(f"{forecast.pulls:,} pulls, about {forecast.forwards:,} forwards.")
+        tell(f"{forecast.pulls:,} pulls, about {forecast.forwards:,} forwards.")
     else:
-        stdout.print(f"No pulls: {forecast.settings['method']} scores the candidates, and measures none.")
+        tell(f"No pulls: {forecast.settings['method']} scores the candidates, and measures none.")
     parts = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in forecast.seconds.items())
     more = f"; {', '.join(forecast.more)} come on top" if forecast.more else ""
-    stdout.print(f"About {_duration(forecast.total_seconds)} on this machine, by a few measured pulls: {parts}{more}.")
-    stdout.print("Nothing was written.")
+    tell(f"About {_duration(forecast.total_seconds)} on this machine, by a few measured pulls: {parts}{more}.")
+    tell("Nothing was written.")
 
 
 def _number(value: Any) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from secateur.cli.display import GridBars, stderr, stdout
-from secateur.cli.options import AsJson, takes
+from secateur.cli.display import GridBars, show_next, stderr, stdout
+from secateur.cli.options import AsJson, Quiet, takes
 from secateur.errors import SettingError, not_one_of
 from secateur.files import jsonio
 from secateur.files.places import check_folder
@@ -49,6 +49,7 @@ def grid(
             help="Threads of each worker. \\[default: its share of the cores]", show_default=False, rich_help_panel=WHERE
         ),
     ] = 0,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -65,7 +66,7 @@ def grid(
     if plan:
         _show_plan(wanted, out, as_json)
         return
-    with GridBars(len(wanted.runs)) as bars:
+    with GridBars(len(wanted.runs), quiet=quiet) as bars:
         result = run_grid(
             wanted,
             out,
@@ -86,6 +87,8 @@ def grid(
         stderr.print(f"error: All {result.failed} runs failed; their records say why: {out / 'results.jsonl'}.")
     if result.problems or (result.failed and not result.done):
         raise typer.Exit(2)
+    if not as_json:
+        show_next("secateur", "tables", out, quiet=quiet)
 
 
 def _show_plan(wanted: Grid, store: Path, as_json: bool) -> None:
@@ -148,6 +151,7 @@ def compare(
     print(markdown_table(columns, [_comparison_row(c, interval) for c in shown]), end="\n\n")
     for sentence in _readings(shown, counts):
         stdout.print(sentence)
+    show_next("secateur", "tables", store)
 
 
 def _readings(shown: Sequence[Comparison], counts: Summary) -> list[str]:
@@ -222,11 +226,13 @@ def tables(
     made = [rendered for rendered in made if not table or rendered.number in table]
     if out is None:
         print("\n".join(markdown(rendered) for rendered in made))
+        show_next("secateur", "figures", store, "-o", "figures")
         return
     for rendered in made:
         for suffix, form in FORMS.items():
             jsonio.write_text(out / f"{rendered.name}.{suffix}", form(rendered))
     stdout.print(f"{len(made)} tables written to {out}, each as {', '.join(f'.{suffix}' for suffix in FORMS)}.")
+    show_next("secateur", "figures", store, "-o", out)
 
 
 @takes()

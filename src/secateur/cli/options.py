@@ -43,6 +43,19 @@ Config = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Print the result and errors only, no progress.", rich_help_panel=MACHINE)
+]
+Board = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard",
+        help="Also write the run to this folder, for TensorBoard.",
+        metavar="FOLDER",
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -63,7 +76,7 @@ def names_of(*groups: type) -> list[str]:
     return [name for name, (group, field) in keywords().items() if group in groups and not field.metadata.get("hidden")]
 
 
-PATHS = ("-o", "--out", "--selection", "--config", "--json")  # options that name a file or folder
+PATHS = ("-o", "--out", "--selection", "--config", "--json", "--tensorboard")  # options that name a file or folder
 CHOICE = names_of(Settings)  # what decides a choice
 JOB = names_of(Settings, Judging, Cutting, Machine)
 MODEL = ["device", "dtype", "trust_remote_code"]  # how a model is loaded

@@ -150,6 +150,7 @@ def write_cut(
         repaired = repair_model(
             model, units, small, calibration, form=cutting.repair, loss=opened.loss, progress=watcher.evaluated
         )
+        watcher.repaired(repaired)
     fields = selection.to_json()
     record = CutRecord(
         key=cut_key(opened, selection, layout, cutting),

@@ -13,8 +13,8 @@ from secateur.cut.proof import Proof
 from secateur.cut.repair import Repair
 from secateur.errors import OutputError
 from secateur.files import jsonio
-from secateur.judgement import Evaluation
-from secateur.measure.speed import Measurement, Median
+from secateur.judgement import Evaluation, changes
+from secateur.measure.speed import Measurement, Median, Timing
 from secateur.selection import Reached
 from secateur.settings import UNIFORM, Provenance
 from secateur.tasks import TASKS
@@ -38,6 +38,8 @@ WORKLOADS = {
     "encode": "ms for texts",
     "forward": "images a second",
 }
+SHORT = {"prefill": "prompt ms", "decode": "token ms", "encode": "texts ms", "forward": "images/s"}
+SPOKEN = {"prefill": "prompts", "decode": "tokens", "encode": "texts", "forward": "images"}
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def model_card(record: CutRecord) -> str:
         parts += ["## Goal", goal_sentence(record.goal)]
     if measurement := record.measurement:
         table = markdown(*measurement_table(measurement))
-        parts += ["## What it won", table, measured_where(measurement), *measurement.verdicts()]
+        parts += ["## What it won", table, measured_where(measurement), verdict(measurement, cost_in_words(record))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -219,14 +221,8 @@ def measurement_table(measurement: Measurement) -> tuple[list[str], list[list[st
     """The titles and rows of a table that compares the dense and the small model."""
     dense_params, small_params = measurement.dense_params, measurement.small_params
     rows = [["parameters", f"{dense_params:,}", f"{small_params:,}", _ratio(dense_params, small_params), ""]]
-    sizes = (
-        ("MB on disk", measurement.dense_disk, measurement.small_disk),
-        ("peak MB in memory", measurement.dense_memory, measurement.small_memory),
-    )
-    for title, dense_bytes, small_bytes in sizes:
-        if dense_bytes and small_bytes:
-            ratio = _ratio(dense_bytes, small_bytes)
-            rows.append([title, f"{dense_bytes / 1e6:,.1f}", f"{small_bytes / 1e6:,.1f}", ratio, ""])
+    for title, dense_bytes, small_bytes in _sizes(measurement):
+        rows.append([title, f"{dense_bytes / 1e6:,.1f}", f"{small_bytes / 1e6:,.1f}", _ratio(dense_bytes, small_bytes), ""])
     for timing in measurement.timings:
         title = WORKLOADS[timing.name]
         sides = [_interval(median, ".1f") for median in (timing.dense_median, timing.small_median)]
@@ -235,6 +231,81 @@ def measurement_table(measurement: Measurement) -> tuple[list[str], list[list[st
         speedup, flops = _interval(timing.speedup, ".2f"), f"{timing.flop_ratio:.2f}"
         rows.append([f"{title}, batch {timing.batch_size}", *sides, speedup, flops])
     return ["", "dense", "small", "dense/small", "FLOPs dense/small"], rows
+
+
+def short_table(measurement: Measurement) -> tuple[list[str], list[list[str]]]:
+    """The same for a terminal: units in the titles, and one interval a row, that of the ratio."""
+    dense_params, small_params = measurement.dense_params, measurement.small_params
+    counted = [f"{n / 1e6:,.1f} M" if dense_params >= 1e7 else f"{n:,}" for n in (dense_params, small_params)]
+    rows = [["parameters", *counted, _ratio(dense_params, small_params), ""]]
+    for title, dense, small in _sizes(measurement):
+        rows.append([title, f"{dense / 1e6:,.1f}", f"{small / 1e6:,.1f}", _ratio(dense, small), ""])
+    for timing in measurement.timings:
+        sides = timing.dense_median.value, timing.small_median.value
+        if timing.name == "forward":
+            sides = timing.dense_images_per_second or 0.0, timing.small_images_per_second or 0.0
+        title = f"{SHORT[timing.name]}, batch {timing.batch_size}"
+        speedup, flops = _interval(timing.speedup, ".2f"), f"{timing.flop_ratio:.2f}"
+        rows.append([title, *(f"{side:,.1f}" for side in sides), speedup, flops])
+    return ["", "dense", "small", "dense/small", "FLOPs"], rows
+
+
+def _sizes(measurement: Measurement) -> list[tuple[str, int, int]]:
+    """Bytes on disk and in memory of both models, where they are known."""
+    sizes = (
+        ("MB on disk", measurement.dense_disk, measurement.small_disk),
+        ("peak MB in memory", measurement.dense_memory, measurement.small_memory),
+    )
+    return [(title, dense, small) for title, dense, small in sizes if dense and small]
+
+
+def verdict(measurement: Measurement, cost: str = "") -> str:
+    """How much faster the small model is and at what cost, in a sentence or two: what is surely faster, and what is not."""
+    faster = [timing for timing in measurement.timings if timing.speedup.low > 1]
+    others = [timing for timing in measurement.timings if timing not in faster]
+    at = f", at {cost}" if cost else ""
+    sentences = [f"The small model is {_times(faster)} as fast for {_works(faster)}{at}."] if faster else []
+    if others:
+        slower = all(timing.speedup.high < 1 for timing in others)
+        shares = {f"{1 - timing.small_flops / timing.dense_flops:.1%}" for timing in others}
+        saved = max(1 - timing.small_flops / timing.dense_flops for timing in others)
+        up_to = "up to " if len(shares) > 1 else ""
+        gone = f"though {up_to}{saved:.1%} of the FLOPs are gone" if saved > 0 else "and none of the FLOPs are gone"
+        who = "It" if faster else "The small model"
+        found = f"{who} is {'slower' if slower else 'not surely faster'} for {_works(others)} ({_times(others)} as fast)"
+        sentences.append(f"{found}, {gone}{'' if faster else at}.")
+    return " ".join(sentences)
+
+
+def _times(timings: Sequence[Timing]) -> str:
+    """The medians of the speedups, from the least to the most."""
+    medians = sorted(timing.speedup.value for timing in timings)
+    least, most = f"{medians[0]:.2f}", f"{medians[-1]:.2f}"
+    return f"{least} times" if least == most else f"{least} to {most} times"
+
+
+def _works(timings: Sequence[Timing]) -> str:
+    """What was timed, in words: `prompts at batch 1 and 8 and tokens at batch 8`."""
+    batches: dict[str, list[str]] = {}
+    for timing in timings:
+        batches.setdefault(SPOKEN[timing.name], []).append(str(timing.batch_size))
+    if len({tuple(sizes) for sizes in batches.values()}) == 1:
+        return f"{' and '.join(batches)} at batch {' and '.join(next(iter(batches.values())))}"
+    return ", and ".join(f"{work} at batch {' and '.join(sizes)}" for work, sizes in batches.items())
+
+
+def cost_in_words(record: CutRecord) -> str:
+    """What the checkpoint lost against the dense model: `+1.07% perplexity`; nothing if it was not evaluated."""
+    if not (record.dense and record.shrunk):
+        return ""
+    changed = changes(record.dense, record.shrunk)
+    if "ppl_change_percent" in changed:
+        return f"{changed['ppl_change_percent']:+.2f}% perplexity"
+    for name in ("top1", "agreement"):
+        if f"delta_{name}" in changed:
+            return f"{100 * changed[f'delta_{name}']:+.2f} points of {FIGURES[name]}"
+    name = "cosine" if "delta_cosine" in changed else "loss"
+    return f"{changed[f'delta_{name}']:+.4f} {name}"
 
 
 def measured_where(measurement: Measurement) -> str:
@@ -281,6 +352,14 @@ def _loading(record: CutRecord, *, timm: bool) -> str:
         f"{by_secateur}\n\n# or, if Secateur is not installed, by the code in this folder\nfrom transformers import {auto}\n\n"
         f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)'
     )
+
+
+def loading_line(record: CutRecord, folder: Path) -> str:
+    """One line of Python that loads the model in a folder."""
+    code = _loading(record, timm=record.family.startswith("timm/")).split("\n\n#")[0]
+    package, line = code.split("\n\n")
+    where = jsonio.dumps(str(folder))[1:-1]
+    return f"{package}; {line.replace('FOLDER', where)}"
 
 
 def _ratio(dense: int, small: int) -> str:

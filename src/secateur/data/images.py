@@ -20,6 +20,7 @@ from secateur.errors import DataError, first_line, reasons
 from secateur.model.losses import Batch
 from secateur.selection import Source
 from secateur.streams import DATA, stream
+from secateur.watcher import Followed, Report, silent
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif")
 FORMATS = (
@@ -44,13 +45,14 @@ def image_batches(
     seed: int = 42,
     keep: bool = False,
     holdout: float | None = None,
+    progress: Report = silent,
 ) -> Batches:
     """At most `limit` images, drawn by seed from a folder of class folders, or from its `split` if it has splits.
 
     Without `classes` the batches have no labels, and the images may lie anywhere in the folder. Class folders are named by the
     model's class names (`classes`, in the order of its outputs) or by WordNet ids. Every image is read once before the batches
     are returned. `keep` holds the preprocessed images in memory, for batches used many times. Of a folder without splits,
-    `holdout` keeps this share of every class for the split "test".
+    `holdout` keeps this share of every class for the split "test". `progress` gets the number of images read, and of all.
     """
     check_counts(limit, batch_size)
     root = _image_split(Path(folder), split)
@@ -63,7 +65,7 @@ def image_batches(
             raise DataError(f"The image folder {folder} has one image a class, of which no share can be held out.")
     order = stream(seed, DATA).permutation(len(labelled))[:limit]
     chosen = [labelled[i] for i in order]
-    marks = tuple(image_mark(open_image(path)) for path, _ in chosen)  # shows, too, that each can be read
+    marks = tuple(image_mark(open_image(path)) for path, _ in Followed(chosen, progress))  # shows, too, that each can be read
     rows = tuple(digest_file(path) for path, _ in chosen)
     items = ImageItems([chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)], preprocess, keep)
     return Batches(items, Source(folder, split, (), rows, marks))

@@ -18,12 +18,24 @@ from secateur.model.families import context_of, task_of
 from secateur.model.losses import REFERENCE, Batch, evaluating, outputs, reference_of
 from secateur.settings import BUILTIN, DISTANCE, LABELS, Settings
 from secateur.tasks import IMAGE, MASKED, TASKS, TEXT, TEXT_CLASSES
+from secateur.watcher import Followed, Report, silent
 
 
 def load_batches(
-    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, size: int, most: int = 0, keep: bool = False
+    model: nn.Module,
+    processor: Any,
+    name: str,
+    settings: Settings,
+    *,
+    split: str,
+    size: int,
+    most: int = 0,
+    keep: bool = False,
+    progress: Report = silent,
 ) -> Batches:
     """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory.
+
+    `progress` gets the number of images, or of batches whose outputs are computed, done and in all.
 
     Where there are no labels, or the calibration data are to choose without them, the batches hold the dense model's outputs.
     """
@@ -32,7 +44,7 @@ def load_batches(
     limit = min(size, most * batch_size) if most else size
     read = _read_texts if TASKS[task_of(model)].inputs == TEXT else _read_images
     with reasons(DataError, f"The data {name!r} ({split}) cannot be read for this model"):
-        batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep)
+        batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep, progress=progress)
     with (
         reasons(ModelError, f"The model cannot compute the data {name!r} ({split})"),
         torch.inference_mode(),
@@ -44,11 +56,11 @@ def load_batches(
         raise DataError(f"The data {name!r} ({split}) have no labels for a model for {task_of(model)}; use --loss distance.")
     own = settings.loss not in (None, LABELS, DISTANCE)
     by_distance = not own and (not labelled or (settings.loss == DISTANCE and split == "train"))
-    return with_reference(model, batches) if by_distance else batches
+    return with_reference(model, batches, progress) if by_distance else batches
 
 
 def _read_texts(
-    model: nn.Module, tokenizer: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool
+    model: nn.Module, tokenizer: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool, progress: Report
 ) -> Batches:
     task, batch_size = task_of(model), settings.batch_size or 1
     common: dict[str, Any] = {"split": split, "limit": limit, "batch_size": batch_size}
@@ -66,7 +78,7 @@ def _read_texts(
 
 
 def _read_images(
-    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool
+    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool, progress: Report
 ) -> Batches:
     if name == BUILTIN:
         option = "--calibration" if split == "train" else "--data"
@@ -82,6 +94,7 @@ def _read_images(
         seed=settings.seed,
         keep=keep or split == "train",
         holdout=settings.holdout,
+        progress=progress,
     )
 
 
@@ -115,13 +128,13 @@ class _Referenced(Sequence[Batch]):
         return {**self.items[index], REFERENCE: self.references[index]}
 
 
-def with_reference(model: nn.Module, batches: Batches) -> Batches:
+def with_reference(model: nn.Module, batches: Batches, progress: Report = silent) -> Batches:
     """The batches with the model's own outputs, from which distances are measured: run it before anything is zeroed.
 
     >>> DamageMeter(model, with_reference(model, batches))
     """
     with torch.inference_mode(), evaluating(model):
-        references = [reference_of(model, batch) for batch in batches]
+        references = [reference_of(model, batch) for batch in Followed(batches, progress)]
     return replace(batches, items=_Referenced(batches.items, references))
 
 

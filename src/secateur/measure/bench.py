@@ -34,7 +34,7 @@ from secateur.search.select import Asked, Measured, select
 from secateur.selection import Pull
 from secateur.tasks import IMAGE, TEXT
 from secateur.units import EXPERT, HEAD, MLP, Unit, kinds_of, n_selected
-from secateur.watcher import Watcher
+from secateur.watcher import Following, watcher_of
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]  # pulls made, of how many
@@ -120,14 +120,14 @@ def bench(
     device: str = "auto",
     dtype: str = "float32",
     trust_remote_code: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
     **options: Any,
 ) -> list[Row]:
     """A row for each model: some pulls, or with `selection` a whole search; the `options` are the meter's.
 
     >>> bench(["shape:gpt2"], pulls=4)[0].speedup
     """
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     kinds_of(target)
     rows = []
     for name in names:

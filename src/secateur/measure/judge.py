@@ -13,7 +13,7 @@ from secateur.model.losses import Loss
 from secateur.model.zeroing import zeroed
 from secateur.selection import Selection
 from secateur.settings import Settings
-from secateur.watcher import Watcher
+from secateur.watcher import Following, watcher_of
 
 
 def judge(
@@ -23,10 +23,11 @@ def judge(
     *,
     dense: Evaluation | None = None,
     loss: Loss | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Judgement:
     """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already."""
-    if selection.calibration and (remark := check_apart(selection.calibration, batches.source)) and watcher:
+    watcher = watcher_of(watcher)
+    if selection.calibration and (remark := check_apart(selection.calibration, batches.source)):
         watcher.say(remark)
     settings = selection.made_with.settings if selection.made_with else Settings("")
     candidates = len(candidate_units(model, settings.target, settings.group_width))
@@ -41,16 +42,18 @@ def judge_apart(
     candidates: int,
     dense: Evaluation | None = None,
     loss: Loss | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Judgement:
     """The same for a caller who knows that the data did not choose, and the number of candidates."""
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     if dense is None:
         watcher.stage("evaluating the dense model")
         dense = evaluate(model, batches, watcher.evaluated, loss=loss)
+    watcher.judged("dense", dense)
     watcher.stage("evaluating with the units zeroed")
     with zeroed(model, selection.units):
         without = evaluate(model, batches, watcher.evaluated, loss=loss)
+    watcher.judged("zeroed", without)
     return Judgement(
         dense=dense,
         zeroed=without,

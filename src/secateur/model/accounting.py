@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secateur.model.families import Layer, anatomy, candidate_units, check_group_width, family_of, layer_of
 from secateur.model.loading import load_shapes
-from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, n_selected, outermost
+from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, kinds_of, n_selected, outermost
 
 
 def total_parameters(model: nn.Module) -> int:
@@ -130,3 +130,18 @@ def inventory(
     return Inventory(
         name, family_of(model), target, ratio, len(candidates), k, total_parameters(model), (low, high), tuple(layers)
     )
+
+
+def unit_counts(
+    name: str, target: str, group_width: int = GROUP_WIDTH, *, trust_remote_code: bool = False
+) -> dict[str, list[int]]:
+    """How many candidates of each kind of the target each block of a model has; only its config is read.
+
+    >>> unit_counts("gpt2", "head")["head"]
+    [12, 12, 12, 12, 12, 12, 12, 12, 12, 12, 12, 12]
+    """
+    model = load_shapes(name, trust_remote_code=trust_remote_code)
+    counts = {kind: [0] * len(anatomy(model)) for kind in kinds_of(target)}
+    for unit in candidate_units(model, target, group_width):
+        counts[unit.kind][unit.layer] += 1
+    return counts

@@ -18,7 +18,7 @@ from secateur.search.spread import Spread
 from secateur.selection import Selection
 from secateur.settings import OF_A_STEP, SECONDS, Machine, Provenance, Settings, needs_ratio
 from secateur.units import Unit, n_selected
-from secateur.watcher import Watcher
+from secateur.watcher import Followed, Following, Watcher, watcher_of
 
 
 def provenance(opened: Opened, settings: Settings, calibration: Batches) -> Provenance:
@@ -36,9 +36,8 @@ def meter_of(
     watcher: Watcher | None = None,
 ) -> DamageMeter:
     """The meter that measures these candidates as the settings say; its workers, if there are any, live until it is closed."""
-    fills = None
+    watcher, fills = watcher or Watcher(), None
     if settings.fills:
-        watcher = watcher or Watcher()
         watcher.stage("learning what units say of each other")
         fills = fills_of(opened.model, units, calibration, watcher.evaluated)
         watcher.stage("choosing units")
@@ -55,6 +54,7 @@ def meter_of(
         seed=settings.seed,
         fills=fills,
         runner=runner,
+        progress=watcher.evaluated,
     )
 
 
@@ -67,12 +67,12 @@ def choose_units(
     goal: Goal | None = None,
     machine: Machine | None = None,
     journal: Journal | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Selection:
     """The units that the settings' method chooses from the candidates `units`, with all that a selection.json records."""
-    watcher, machine = watcher or Watcher(), machine or Machine()
+    watcher, machine = watcher_of(watcher), machine or Machine()
     watcher.stage("choosing units")
-    batches = calibration[: settings.score_batches]
+    batches = Followed(calibration[: settings.score_batches], watcher.evaluated)
     if machine.elsewhere and not settings.row.policy:
         watcher.say(f"The method {settings.method} makes no measurements that workers could share: it runs in this process.")
     if settings.row.search:
@@ -113,11 +113,9 @@ def choose_units(
     )
 
 
-def in_forwards(
-    settings: Settings, meter: DamageMeter, journal: Journal | None = None, watcher: Watcher | None = None
-) -> Settings:
+def in_forwards(settings: Settings, meter: DamageMeter, journal: Journal | None = None, watcher: Following = None) -> Settings:
     """The same with a budget of seconds turned into forwards, once: a search that goes on takes what its journal says."""
-    watcher = watcher or Watcher()
+    watcher = watcher_of(watcher)
     if not settings.planned:
         return settings
     if unread := [name for name in OF_A_STEP if getattr(settings, name) != getattr(Settings, name)]:

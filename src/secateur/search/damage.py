@@ -30,6 +30,7 @@ from secateur.search.select import Asked, Measured
 from secateur.selection import Pull, paired_damages
 from secateur.streams import BATCHES, GRADIENTS, stream
 from secateur.units import HEAD, MLP, Unit
+from secateur.watcher import Followed, Report, silent
 from secateur.workers.lanes import Lane, Lanes
 
 Pair = tuple[Unit, int]  # a unit that is zeroed, and a batch
@@ -79,8 +80,10 @@ class Here:
         lanes: int,
         cache_memory: int,
         fills: Fills | None = None,
+        progress: Report = silent,
     ) -> None:
         self._model, self._batches, self._loss, self._fills = model, batches, loss, fills
+        self._progress = progress  # of gradients
         self._lanes = Lanes(model, lanes)
         self._prefixes = Prefixes(len(anatomy(model)), cache_memory)
         self._kinds: Set[str] = frozenset()  # sides of the units so far
@@ -105,7 +108,8 @@ class Here:
 
     def gradients(self, units: Sequence[Unit], batches: Sequence[int]) -> Tensor:
         with zeroed(self._model, self.committed, self._fills):
-            return mask_gradients(self._model, units, [self._batches[i] for i in batches], self._loss, self._fills)
+            wanted = Followed([self._batches[i] for i in batches], self._progress)
+            return mask_gradients(self._model, units, wanted, self._loss, self._fills)
 
     def commit(self, unit: Unit) -> None:
         self.committed.append(unit)
@@ -170,6 +174,7 @@ class DamageMeter:
         seed: int = 42,
         fills: Fills | None = None,
         runner: Runner | None = None,
+        progress: Report = silent,  # of gradients
     ) -> None:
         batches = batches if isinstance(batches, Sequence) else list(batches)
         self.batches_per_step = batches_per_step or len(batches)
@@ -197,7 +202,7 @@ class DamageMeter:
         self.gradient_batches = 0  # batches whose gradients were taken: each costs three forward passes
         self._rng = stream(seed, BATCHES)
         self._gradient_rng, self._gradient_order = stream(seed, GRADIENTS), list[int]()
-        self._runner = runner or Here(model, batches, loss, self._lanes, self.cache_memory, fills)
+        self._runner = runner or Here(model, batches, loss, self._lanes, self.cache_memory, fills, progress)
         self._kinds: set[str] = set()  # sides of the units asked for so far
         self._base_losses: dict[int, float] = {}  # this and the next two hold for the present step
         self._masked_losses: dict[Pair, float] = {}

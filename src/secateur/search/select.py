@@ -37,7 +37,7 @@ from secateur.search.policies import (
 from secateur.selection import Pull, Selection, Step, paired_damages
 from secateur.streams import POLICY, POOLS, stream
 from secateur.units import EXPERT, Unit, n_selected
-from secateur.watcher import Progress, Watcher
+from secateur.watcher import Following, Progress, Watcher, watcher_of
 
 Asked = tuple[Unit, tuple[int, ...]]  # a pull to make: a unit, and the batches to measure it on
 
@@ -108,7 +108,7 @@ def select(
     screen: Screen | None = None,
     prior: Mapping[Unit, Belief] | None = None,
     journal: Journal | None = None,
-    watcher: Watcher | None = None,
+    watcher: Following = None,
 ) -> Selection:
     """Algorithm 1: at each step the policy measures candidates of a pool and chooses one, which is zeroed from then on.
 
@@ -119,7 +119,7 @@ def select(
     >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
     """
     check_search(pulls_per_step=pulls_per_step, temperature=temperature)
-    watcher, goal = watcher or Watcher(), goal or _count(ratio, units)
+    watcher, goal = watcher_of(watcher), goal or _count(ratio, units)
     candidates = Candidates(units, goal, screen, stream(seed, POOLS))
     beliefs, policy_rng = Beliefs(prior or {}), stream(seed, POLICY)
     selected: list[Unit] = []
@@ -310,7 +310,7 @@ class _StepSearch:
             self._damages[arm] += pull.damage
             answers.append(self._heard(arm, pull))
             self.stats.hear(answers[-1:])
-            self.watcher.pull(self._where(replayed=self.journal is not None and self.journal.replaying))
+            self.watcher.pull(self._where(pull, replayed=self.journal is not None and self.journal.replaying))
         self.heard += answers
         return answers
 
@@ -359,12 +359,19 @@ class _StepSearch:
         damages, firsts = (tuple(value / weight for value in values) for values in (pull.damages, firsts))
         return Heard(arm, damages, pull.reward, broken, firsts)
 
-    def _where(self, *, replayed: bool) -> Progress:
+    def _where(self, pull: Pull, *, replayed: bool) -> Progress:
         best = self.stats.best()
-        damage = self.mean_damage(best)
-        plan = self.plan
         return Progress(
-            self.step, self.n_steps, self.stats.pulls, plan.pulls, self.pool[best], damage, replayed, units=plan.units
+            step=self.step,
+            n_steps=self.n_steps,
+            pull=self.stats.pulls,
+            budget=self.plan.pulls,
+            best=self.pool[best],
+            best_damage=self.mean_damage(best),
+            replayed=replayed,
+            unit=pull.unit,
+            damage=pull.damage,
+            units=self.plan.units,
         )
 
     def mean_damage(self, arm: int) -> float:
