@@ -15,6 +15,7 @@ from secateur.data.batches import Batches, check_apart
 from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
+from secateur.healer import healer_of
 from secateur.judgement import JudgedOn, PruneRecord
 from secateur.measure.judge import judge_apart
 from secateur.model.loading import Opened
@@ -56,6 +57,7 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     if remark := check_apart(calibration.source, evaluation.source):
         watcher.say(remark)
     check_cut(opened, job.cutting, len(calibration))
+    healer = healer_of(opened, job, evaluation, watcher)
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
         return PruneResult(selection, record, folder)
@@ -68,6 +70,7 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
         evaluation=evaluation,
         judgement=record.judgement,
         cutting=job.cutting,
+        healer=healer,
         tokens=job.settings.seq_len,
         again=True,
         watcher=watcher,

@@ -9,7 +9,7 @@ import numpy as np
 
 from secateur.errors import SettingError
 
-POOLS, BATCHES, POLICY, SCORES, DATA, GRADIENTS = range(6)
+POOLS, BATCHES, POLICY, SCORES, DATA, GRADIENTS, HEALING = range(7)
 
 
 def stream(seed: int, name: int) -> np.random.Generator:

@@ -33,6 +33,17 @@ class GridProgress:
     latest: str  # a sentence about the run that ended last
 
 
+@dataclass(frozen=True)
+class HealProgress:
+    """Where a healing stands, after a step."""
+
+    step: int
+    n_steps: int
+    loss: float  # the latest held-out divergence
+    before: float  # that before the first step
+    judged: bool = False  # whether it is new
+
+
 class Watcher:
     """Follows a run; this one does nothing. Override the methods you need."""
 
@@ -53,3 +64,6 @@ class Watcher:
 
     def evaluated(self, batch: int, n_batches: int) -> None:
         """This many batches, or other parts, of the present stage are done."""
+
+    def healed(self, progress: HealProgress) -> None:
+        """A step of a healing is done."""

@@ -25,7 +25,7 @@ from secateur.errors import SecateurError, first_line, out_of_memory
 if TYPE_CHECKING:
     import typer
 
-RESUMABLE = ("prune", "select", "shrink", "grid")
+RESUMABLE = ("prune", "select", "shrink", "heal", "grid")
 UNFORESEEN = 70  # the exit code of an error that no one foresaw
 LONGEST = 1000  # characters of a message
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgres
 from rich.table import Table
 
 from secateur.settings import UNIFORM
-from secateur.watcher import GridProgress, Progress, Watcher
+from secateur.watcher import GridProgress, HealProgress, Progress, Watcher
 
 if TYPE_CHECKING:
     from secateur.cut.record import CutRecord
@@ -81,6 +81,12 @@ class Bars(Watcher):
     def evaluated(self, batch: int, n_batches: int) -> None:
         self._progress.update(self._task, total=n_batches, completed=batch)
 
+    def healed(self, progress: HealProgress) -> None:
+        found = f"healing, held-out divergence {progress.loss:.4f} ({progress.before:.4f} before)"
+        self._progress.update(self._task, description=found, total=progress.n_steps, completed=progress.step)
+        if progress.judged and not stderr.is_terminal:
+            stderr.print(f"step {progress.step}/{progress.n_steps}: {found}")
+
 
 class GridBars:
     """How a grid goes, on standard error: a bar on a terminal, a line a run elsewhere."""
@@ -113,10 +119,13 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
     sides = {"dense": dense}
     if judged:
         sides["zeroed"] = judged.zeroed
+    if cut and cut.unhealed:
+        sides["unhealed"] = cut.unhealed
     if cut and cut.shrunk:
         sides["checkpoint"] = cut.shrunk
+    written = [title for title in ("unhealed", "checkpoint") if title in sides]
     values = {title: side.to_json() for title, side in sides.items()}
-    table = Table("", "dense", *(["zeroed", "change"] if judged else []), *(["checkpoint"] if "checkpoint" in sides else []))
+    table = Table("", "dense", *(["zeroed", "change"] if judged else []), *written)
     for key, name in FIGURES.items():
         bad = key == "nonfinite_batches"
         if key not in values["dense"] or (
@@ -128,7 +137,7 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
             percent = key == "perplexity"
             change = judged.changes.get("ppl_change_percent" if percent else f"delta_{key}")
             row += [_number(values["zeroed"].get(key)), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        table.add_row(*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else []))
+        table.add_row(*row, *(_number(values[title].get(key)) for title in written))
     stdout.print(table)
     if judged:
         _show_judged(judged, cut)
@@ -145,6 +154,17 @@ def _show_judged(judged: Judgement, cut: CutRecord | None) -> None:
         stdout.print("A failed run: the loss with the units zeroed is not finite.")
     if judged.nonfinite_pulls:
         stdout.print(f"{judged.nonfinite_pulls} pulls gave a non-finite loss; the trace shows them.")
+
+
+def show_healed(record: CutRecord) -> None:
+    """A table of what the model scored on its way."""
+    from secateur.cut.record import costs_table
+
+    titles, rows = costs_table(record)
+    table = Table(*titles)
+    for row in rows:
+        table.add_row(*row)
+    stdout.print(table)
 
 
 def show_goal(goal: Reached) -> None:
@@ -166,8 +186,9 @@ def show_cut(record: CutRecord) -> None:
     loader = "any loader reads it" if record.layout == UNIFORM else "secateur.load_shrunk reads it"
     stdout.print(f"\nCut ({record.layout}; {loader}): {left:,} of {total:,} parameters are left ({left / total:.2%}).")
     stdout.print(f"Proved: {record.proof}.")
-    if record.repair:
-        stdout.print(str(record.repair))
+    for mended in (record.repair, record.heal):
+        if mended:
+            stdout.print(str(mended))
     if record.goal:
         show_goal(record.goal)
     if record.measurement:
@@ -246,6 +267,6 @@ def _duration(seconds: float) -> str:
 
 def without_batch_losses(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record for printing, without the long lists of losses; the files have them."""
-    sides = [side for side in ("dense", "pruned", "masked", "shrunk") if side in record]
+    sides = [side for side in ("dense", "pruned", "masked", "unhealed", "shrunk") if side in record]
     short = {side: {name: value for name, value in record[side].items() if name != "batch_losses"} for side in sides}
     return {**record, **short}
