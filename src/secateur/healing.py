@@ -139,4 +139,4 @@ class Healing(Checked):
 
     def to_key(self) -> dict[str, Any]:
         """What decides the healed weights: all but the dense model beside it and what only saves memory."""
-        return {name: value for name, value in self.to_json().items() if name not in ("dense", "data")}
+        return {name: value for name, value in self.to_json().items() if name not in ("dense", "data", "checkpointing")}

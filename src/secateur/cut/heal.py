@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -338,7 +339,8 @@ def _adapt(small: nn.Module, rank: int, seed: int) -> list[tuple[nn.Module, str,
     if not names:
         raise SettingError("The model has no projections that LoRA could adapt: heal all weights, without --heal-lora.")
     config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of GPT-2's projections, whose weights lie the other way
         torch.manual_seed(int(stream(seed, HEALING).integers(2**31)))  # peft draws the adapters
         peft.inject_adapter_in_model(config, small)
     places = [name.rpartition(".") for name in names]
