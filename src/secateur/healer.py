@@ -11,13 +11,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
 from secateur.cut.heal import Heal, check_healable, heal
 from secateur.cut.record import CutRecord, changed_files, read_record
 from secateur.data.batches import Batches, check_apart
+from secateur.data.images import ImageItems
 from secateur.data.load import load_batches
 from secateur.errors import DataError, ModelError, OutputError
 from secateur.files import jsonio
@@ -68,7 +69,7 @@ class Healer:
             why = "" if self.healing.labels else "The dense model would not change by this: its divergence from itself is 0."
             return replace(done, about_dense=why), before
         if self.evaluation is None:
-            return done, before
+            return replace(done, about_dense="The dense model was not treated alike: there are no data to judge it by."), before
         watcher.stage("treating the dense model in the same way")
         treated = copy.deepcopy(self.opened.model)
         same = replace(self, healing=replace(self.healing, amount=f"{done.steps}steps"))
@@ -113,6 +114,24 @@ class Healer:
         return evaluate(model, self.evaluation, self.watcher.evaluated, loss=self.opened.loss)
 
 
+@dataclass(frozen=True)
+class _Part(Sequence[Batch]):
+    """Some of the batches, each read when it is needed."""
+
+    batches: Batches
+    places: range
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        return _Part(self.batches, self.places[index]) if isinstance(index, slice) else self.batches[self.places[index]]
+
+
 def healer_of(opened: Opened, job: Job, evaluation: Batches | None, watcher: Watcher) -> Healer | None:
     """What heals as the job says; None if it says nothing. Data that overlap the evaluation are refused."""
     healing, settings = job.healing, job.settings
@@ -122,9 +141,11 @@ def healer_of(opened: Opened, job: Job, evaluation: Batches | None, watcher: Wat
     name, size = healing.data or settings.calibration, healing.size or 0
     per_step = healing.batch_size or 1
     at_once = replace(settings, batch_size=min(per_step, settings.batch_size or 1))
-    found = load_batches(
-        opened.model, opened.processor, name, at_once, split="train", size=size, keep=size <= KEPT_IMAGES, train=True
-    )
+    if name != settings.calibration:
+        at_once = replace(at_once, documents=None, holdout=None)  # these say how other data are cut
+    found = load_batches(opened.model, opened.processor, name, at_once, split="train", size=size, keep=False, train=True)
+    if isinstance(found.items, ImageItems):
+        found = replace(found, items=replace(found.items, keep=len(found.source.rows) <= KEPT_IMAGES))
     if evaluation is not None:
         try:
             remark = check_apart(found.source, evaluation.source)
@@ -136,7 +157,8 @@ def healer_of(opened: Opened, job: Job, evaluation: Batches | None, watcher: Wat
         if remark:
             watcher.say(remark.replace("which chose the units", "which heals"))
     n_held = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(found))), len(found) - 1)
-    batches, held_out = found[: len(found) - n_held], found[len(found) - n_held :]
+    first_held = len(found) - n_held
+    batches, held_out = _Part(found, range(first_held)), _Part(found, range(first_held, len(found)))
     check_healable(opened.model, batches, held_out, healing)
     return Healer(opened, healing, found.source, batches, held_out, settings.seed, evaluation, watcher)
 

@@ -369,7 +369,7 @@ def shrink_to(
 # Heal
 
 
-def heal_to(dense: str, small: str, out: Path, *, watcher: Watcher | None = None, **settings: Any) -> CutRecord:
+def heal_to(dense: str, small: str | Path, out: Path, *, watcher: Watcher | None = None, **settings: Any) -> CutRecord:
     """Heal a checkpoint that `prune` or `shrink` wrote, and write the healed one to another folder; goes on where it stopped.
 
     >>> heal_to("gpt2", "small/", Path("healed"), heal="10min", calibration="wikitext2")
@@ -388,7 +388,7 @@ def heal_to(dense: str, small: str, out: Path, *, watcher: Watcher | None = None
         key = jsonio.fingerprint({"cut": cut.key, "heal": healer.key})
         record = finished_cut(out, key, again=False, watcher=watcher)
         if record is None:
-            model = load_model(small, device=opened.device, dtype=opened.dtype)
+            model = load_model(str(small), device=opened.device, dtype=opened.dtype)
             done, before = healer(cut.units, model, out)
             record = replace(cut, key=key, heal=done, unhealed=before, shrunk=None, measurement=None, files={})
             record, _ = save_cut(opened, model, record, out, job.cutting.max_shard_size, watcher)

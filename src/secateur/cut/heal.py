@@ -42,7 +42,7 @@ from secateur.watcher import HealProgress, Watcher
 
 CHECKS = 8  # times that the held-out batches are looked at, besides the beginning
 CLIP = 1.0  # the largest norm of a gradient
-WARM_UP = 0.05  # of the steps
+WARM_UP, LEAST_WARM_UP = 0.05, 20  # of the steps, and steps: AdamW's first ones are large whatever the gradient
 BETAS = (0.9, 0.95)
 RATES = {False: 3e-4, True: 3e-3}  # the default learning rates: of all weights, and of LoRA
 EVERY = 180.0  # seconds from one state to the next
@@ -110,13 +110,14 @@ def heal(
     data: str = "batches",
     state: Path | None = None,
     key: str = "",
-    every: float = EVERY,
+    every: float | None = None,
     watcher: Watcher | None = None,
 ) -> Heal:
     """Train `small`, which is `shrink(model, units)` or was repaired after it, to give what the dense model gives.
 
     `small` ends with the best weights by the divergence of the `held_out` batches, the first ones among them. `state` is a
-    folder for what a killed healing needs to go on, of the run that `key` names; it is written every so many seconds.
+    folder for what a killed healing needs to go on, of the run that `key` names; it is written every so many
+    seconds.
 
     >>> heal(model, units, small, batches[:-8], held_out=batches[-8:], healing=Healing(amount="500steps"))
     """
@@ -128,7 +129,7 @@ def heal(
         judge = partial(_judged, run, held_out, [_reference(model, batch) for batch in held_out])
         place = _Place(state, key) if state else None
         n_steps = place.n_steps(run, judge) if place else _n_steps(run, judge)
-        stopped = _train(run, n_steps, judge, place, every, watcher)
+        stopped = _train(run, n_steps, judge, place, EVERY if every is None else every, watcher)
     return Heal(
         data=data,
         seen=run.at.seen,
@@ -391,7 +392,7 @@ def _train(run: _Run, n_steps: int, judge: Callable[[], float], place: _Place | 
 
 def _schedule(step: int, n_steps: int) -> float:
     """The share of the learning rate at a step: a short warm-up, then half a cosine to a hundredth."""
-    warm = max(1, round(WARM_UP * n_steps))
+    warm = max(1, min(n_steps // 2, max(LEAST_WARM_UP, round(WARM_UP * n_steps))))
     share = 0.5 * (1 + math.cos(math.pi * step / n_steps))
     return min(1.0, (step + 1) / warm) * max(0.01, share)
 
