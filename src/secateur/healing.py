@@ -68,7 +68,7 @@ class Healing(Checked):
     rate: float | None = setting(
         None,
         HEALING,
-        "The highest learning rate. [default: 0.0003 for texts, 0.0003 for images, ten times that with LoRA]",
+        "The highest learning rate. [default: 0.0001, with LoRA 0.001]",
         flag="heal_rate",
         words="learning rate",
     )
@@ -132,7 +132,7 @@ class Healing(Checked):
             flag = changed[0].metadata["flag"].replace("_", "-")
             raise SettingError(f"There is a --{flag}, but nothing is healed: say how much, such as --heal 10min.")
         if self.rate is not None and not 0 < self.rate <= 1:
-            raise SettingError(f"The learning rate is {self.rate}, but must be more than 0 and at most 1: 0.0003 is usual.")
+            raise SettingError(f"The learning rate is {self.rate}, but must be more than 0 and at most 1: 0.0001 is usual.")
         for words, weight in (("hidden states", self.hidden), ("labels", self.labels)):
             if not 0 <= weight <= MOST:
                 raise SettingError(f"The weight of {words} is {weight}, but must be 0 or more.")

@@ -44,7 +44,7 @@ CHECKS = 8  # times that the held-out batches are looked at, besides the beginni
 CLIP = 1.0  # the largest norm of a gradient
 WARM_UP, LEAST_WARM_UP = 0.05, 20  # of the steps, and steps: AdamW's first ones are large whatever the gradient
 BETAS = (0.9, 0.95)
-RATES = {False: 3e-4, True: 3e-3}  # the default learning rates: of all weights, and of LoRA
+RATES = {False: 1e-4, True: 1e-3}  # the default learning rates: of all weights, and of LoRA
 EVERY = 180.0  # seconds from one state to the next
 TRIALS = 2  # timed steps
 SMALLEST_PART = 0.6  # of an image's sides, that a random part shows
@@ -139,9 +139,7 @@ def heal(
         best=run.at.best,
         rate=run.rate,
         trained=trained,
-        rows=sum(map(_rows, (batches[0], batches[-1])))
-        if len(batches) < 3
-        else _rows(batches[0]) * (len(batches) - 1) + _rows(batches[-1]),
+        rows=_rows(batches[0]) * (len(batches) - 1) + _rows(batches[-1]),
         held_out=len(held_out),
         skipped=run.at.skipped,
         stopped=run.at.step if stopped else None,
@@ -410,7 +408,7 @@ def _shown(run: _Run, i: int, step: int, part: int) -> Batch:
     batch = run.batches[i]
     if "pixel_values" not in batch or not run.healing.augment:
         return batch
-    rng = np.random.default_rng([run.seed, HEALING, step, part])
+    rng = stream(run.seed, HEALING, step, part)
     return {**batch, "pixel_values": torch.stack([_part(image, rng) for image in batch["pixel_values"]])}
 
 
