@@ -194,6 +194,7 @@ class _Run:
     ) -> None:
         self.dense, self.small, self.parameters = dense, small, parameters
         self.blocks = tuple(zip(*pairs, strict=True)) if healing.hidden and pairs else ((), ())
+        self.recomputed = [block for _, block in pairs] if healing.checkpointing else []
         self.batches, self.healing, self.seed = batches, healing, seed
         self.rate = healing.rate or RATES[bool(healing.lora)]
         self.per_step = max(1, round((healing.batch_size or _rows(batches[0])) / _rows(batches[0])))  # batches
@@ -232,11 +233,8 @@ class _Run:
             reference = reference_of(self.dense, batch)
         with _outputs_of(small_blocks) as found, ExitStack() as stack:
             stack.enter_context(self.autocast())
-            if self.healing.checkpointing:
-                for layer in anatomy(self.small) if not small_blocks else ():
-                    stack.enter_context(_recomputed(layer.block))
-                for block in small_blocks:
-                    stack.enter_context(_recomputed(block))
+            for block in self.recomputed:
+                stack.enter_context(_recomputed(block))
             loss = divergence(self.dense, self.small, batch, reference, self.healing.labels)
         if not found:
             return loss
