@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import secateur as sc
-from secateur.watcher import Progress
+from secateur.watcher import HealProgress, Progress
 
 
 class MLflow(sc.Watcher):
@@ -41,9 +41,9 @@ class MLflow(sc.Watcher):
     def repaired(self, repair: sc.Repair) -> None:
         self.mlflow.log_metrics({f"repair.{form.replace(' ', '_')}": loss for form, loss in repair.losses.items()})
 
-    def healed(self, step: int, n_steps: int, loss: float, held_out: float | None) -> None:
-        known = {"heal.loss": loss, "heal.held_out": held_out}
-        self.mlflow.log_metrics({name: value for name, value in known.items() if value is not None}, step=step)
+    def healed(self, progress: HealProgress) -> None:
+        if progress.judged:
+            self.mlflow.log_metrics({"heal.held_out": progress.loss}, step=progress.step)
 
     def measured(self, measurement: sc.Measurement) -> None:
         speedups = {f"speedup.{one.name}.batch_{one.batch_size}": one.speedup.value for one in measurement.timings}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import secateur as sc
-from secateur.watcher import Progress
+from secateur.watcher import HealProgress, Progress
 
 
 class WandB(sc.Watcher):
@@ -37,8 +37,9 @@ class WandB(sc.Watcher):
     def repaired(self, repair: sc.Repair) -> None:
         self.run.summary.update({f"repair/{form}": loss for form, loss in repair.losses.items()})
 
-    def healed(self, step: int, n_steps: int, loss: float, held_out: float | None) -> None:
-        self.run.log({"heal/loss": loss} | ({} if held_out is None else {"heal/held out": held_out}))
+    def healed(self, progress: HealProgress) -> None:
+        if progress.judged:
+            self.run.log({"heal/held out": progress.loss})
 
     def measured(self, measurement: sc.Measurement) -> None:
         speedups = {f"speedup/{one.name}, batch {one.batch_size}": one.speedup.value for one in measurement.timings}

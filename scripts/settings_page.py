@@ -19,9 +19,9 @@ A setting has one name everywhere: `--pulls-per-step` on the command line is `pu
 keys of their own there. Two differ: `cache_memory` is in GiB on the command line and in bytes in Python, and `repair` is a form
 (`least squares`, `bias`, `auto`) in Python and the two options `--repair` and `--repair-form` on the command line.
 
-`--config FILE.toml` of `prune`, `select`, `evaluate` and `shrink` takes a flat table of the command's settings by these names,
-with underscores or hyphens; what is typed wins over it. There `cache_memory` is in GiB, `repair` is true, false or a form, and
-paths start at the working directory:
+`--config FILE.toml` of `prune`, `select`, `evaluate`, `shrink` and `heal` takes a flat table of the command's settings by these
+names, with underscores or hyphens; what is typed wins over it. There `cache_memory` is in GiB, `repair` is true, false or a
+form, and paths start at the working directory:
 
 ```toml
 ratio = 0.2

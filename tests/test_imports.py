@@ -19,6 +19,8 @@ PLAIN = {
     "units",
     "tasks",
     "streams",
+    "fields",
+    "healing",
     "settings",
     "methods",
     "selection",
@@ -51,7 +53,7 @@ WITHOUT_TENSORS = {
     *(f"experiment.{name}" for name in ("store", "compare", "tables", "figures", "paper", "workers")),
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}
-OPTIONAL = {"timm", "datasets", "pyarrow", "gguf", "matplotlib", "ray", "scipy", "tensorboard"}
+OPTIONAL = {"timm", "peft", "datasets", "pyarrow", "gguf", "matplotlib", "ray", "scipy", "tensorboard"}
 MOST_FILES = 8  # in a folder
 
 
@@ -59,7 +61,9 @@ def room_of(module: str) -> str:
     first = module.partition(".")[0]
     if first in PLAIN:
         return "plain"
-    return {"steps": "job", "prune": "job", "forecast": "job", "__init__": "secateur", "__main__": "cli"}.get(first, first)
+    return {"steps": "job", "healer": "job", "prune": "job", "forecast": "job", "__init__": "secateur", "__main__": "cli"}.get(
+        first, first
+    )
 
 
 def import_statements(tree: ast.AST, *, top_level: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import secateur as sc
-from secateur.watcher import EVENTS, Followed, Progress, watcher_of
+from secateur.watcher import EVENTS, Followed, HealProgress, Progress, watcher_of
 from worlds import World, small
 
 
@@ -40,18 +40,21 @@ def test_several_watchers_hear_the_same_in_a_whole_prune(world: World, tmp_path:
     assert first.of("repaired") == [(result.cut.repair,)]
 
 
+HEALED = HealProgress(1, 2, loss=0.5, before=0.7)
+
+
 def test_a_watcher_may_be_one_or_several_or_none() -> None:
     one = sc.Watcher()
     assert watcher_of(one) is one and type(watcher_of(None)) is sc.Watcher
     heard = Heard(), Heard()
-    watcher_of(heard).healed(1, 2, 0.5, None)
-    assert [one.events for one in heard] == [[("healed", (1, 2, 0.5, None))]] * 2
+    watcher_of(heard).healed(HEALED)
+    assert [one.events for one in heard] == [[("healed", (HEALED,))]] * 2
 
 
 def test_a_watcher_that_overrides_nothing_takes_every_event() -> None:
     for event, arguments in {
         "stage": ("a",),
-        "healed": (1, 2, 0.5, None),
+        "healed": (HEALED,),
         "judged": ("dense", None),
         "repaired": (None,),
     }.items():

@@ -235,8 +235,10 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 # The command line
 
 PROGRESS = re.compile(
-    r"(loading|reading|grouping|learning|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
+    r"(loading|reading|grouping|learning|choosing|evaluating|measuring|taking over|cutting) .*"
+    r"|(proving|repairing|healing|treating|writing) .*"
     r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
+    r"|step \d+/\d+: healing, held-out divergence \d+\.\d{4} \(\d+\.\d{4} before\)"
     r"|The dense model's loss on .*"  # the weights are random
     r"|Next(, in Python)?: .*"
 )

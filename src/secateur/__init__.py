@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from secateur.cut.checkpoint import load_shrunk, save_shrunk
+    from secateur.cut.heal import Heal, heal
     from secateur.cut.proof import Proof, prove
     from secateur.cut.record import CutRecord
     from secateur.cut.repair import Repair, repair
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from secateur.files.journal import Journal
     from secateur.forecast import Forecast, forecast_of
+    from secateur.healing import Healing
     from secateur.judgement import Evaluation, Judgement
     from secateur.measure.evaluate import evaluate, perplexity
     from secateur.measure.judge import judge
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
     from secateur.search.select import Screen, select, select_by_score
     from secateur.selection import Pull, Selection, Step
     from secateur.settings import Cutting, Judging, Machine, Settings
-    from secateur.steps import choose, compare_models, cut, evaluate_on, select_to, shrink_to
+    from secateur.steps import choose, compare_models, cut, evaluate_on, heal_to, select_to, shrink_to
     from secateur.trackers import TensorBoard
     from secateur.units import Unit
     from secateur.watcher import Watcher, Watchers
@@ -87,6 +89,8 @@ __all__ = [
     "Forecast",
     "Goal",
     "Greedy",
+    "Heal",
+    "Healing",
     "Heard",
     "Journal",
     "Judgement",
@@ -130,6 +134,8 @@ __all__ = [
     "evaluate_on",
     "example_batches",
     "forecast_of",
+    "heal",
+    "heal_to",
     "image_batches",
     "inventory",
     "judge",
@@ -161,6 +167,7 @@ __all__ = [
 
 _HOMES = {  # a module, and the public names that live in it
     "cut.checkpoint": "load_shrunk save_shrunk",
+    "cut.heal": "Heal heal",
     "cut.proof": "Proof prove",
     "cut.record": "CutRecord",
     "cut.repair": "Repair repair",
@@ -174,6 +181,7 @@ _HOMES = {  # a module, and the public names that live in it
     "UnsupportedModel",
     "files.journal": "Journal",
     "forecast": "Forecast forecast_of",
+    "healing": "Healing",
     "judgement": "Evaluation Judgement",
     "measure.evaluate": "evaluate perplexity",
     "measure.judge": "judge",
@@ -191,7 +199,7 @@ _HOMES = {  # a module, and the public names that live in it
     "search.select": "Screen select select_by_score",
     "selection": "Pull Selection Step",
     "settings": "Cutting Judging Machine Settings",
-    "steps": "choose compare_models cut evaluate_on select_to shrink_to",
+    "steps": "choose compare_models cut evaluate_on heal_to select_to shrink_to",
     "trackers": "TensorBoard",
     "units": "Unit",
     "watcher": "Watcher Watchers",

@@ -25,8 +25,13 @@ def check_prune(job: Job, out: Path | None) -> None:
         raise SettingError(
             "There is nothing to repair: no smaller model is written without a place for it, or with --layout none."
         )
+    if job.healing.amount and (out is None or job.settings.layout == NONE):
+        raise SettingError(
+            "There is nothing to heal: no smaller model is written without a place for it, or with --layout none."
+        )
     check_data(job.settings.calibration, "--calibration")
     check_data(job.judging.data or BUILTIN, "--data")
+    _check_healing_data(job, out)
 
 
 def check_select(job: Job, out: Path) -> None:
@@ -50,6 +55,25 @@ def check_shrink(job: Job, out: Path, layout: str) -> None:
     check_folder(out)
     check_outside(out, job.settings.calibration, "--calibration")
     check_data(job.settings.calibration, "--calibration")
+    _check_healing_data(job, out)
+
+
+def check_heal(job: Job, small: Path, out: Path) -> None:
+    """Refuse a healing whose data are not there, or that has no place of its own."""
+    check_folder(out)
+    if os.path.realpath(out) == os.path.realpath(small):
+        raise OutputError(f"{out} holds the model that is to be healed, and is not overwritten; choose another place with -o.")
+    for data, option in ((job.settings.calibration, "--calibration"), (job.judging.data or BUILTIN, "--data")):
+        check_outside(out, data, option)
+        check_data(data, option)
+    _check_healing_data(job, out)
+
+
+def _check_healing_data(job: Job, out: Path | None) -> None:
+    if data := job.healing.data:
+        check_data(data, "--heal-data")
+        if out is not None:
+            check_outside(out, data, "--heal-data")
 
 
 def shared_settings(selection: Selection, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def forecast_of(
     more = ["measuring what units cost"] if job.settings.keep_latency else []
     if cuts:
         more += ["cutting", "proving", *(["repairing"] if job.cutting.repair else [])]
+        more += [f"healing for {job.healing.amount}"] if job.healing.amount else []
         more += ["measuring dense against small"] if job.cutting.measure else []
     keep = job.settings.keep
     return Forecast(

@@ -17,6 +17,7 @@ from secateur.data.batches import Batches, check_apart
 from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
+from secateur.healer import Healer, healer_of
 from secateur.judgement import Evaluation, JudgedOn, Judgement, PruneRecord
 from secateur.measure.judge import judge_apart
 from secateur.model.families import candidate_units
@@ -66,10 +67,11 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Following = Non
     if remark := check_apart(calibration.source, evaluation.source):
         watcher.say(remark)
     check_cut(opened, job.cutting, len(calibration))
+    healer = healer_of(opened, job, evaluation, watcher)
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
         return PruneResult(selection, record, folder)
-    made = _Cutter(opened, calibration, evaluation, job, watcher)
+    made = _Cutter(opened, calibration, evaluation, job, healer, watcher)
     if job.shares:
         return made.series(selection, record, folder)
     return PruneResult(selection, record, folder, made.cut(selection, folder, record.judgement))
@@ -83,6 +85,7 @@ class _Cutter:
     calibration: Batches
     evaluation: Batches
     job: Job
+    healer: Healer | None
     watcher: Watcher
 
     def cut(self, selection: Selection, folder: Path, judgement: Judgement | None) -> CutRecord:
@@ -95,6 +98,7 @@ class _Cutter:
             evaluation=self.evaluation,
             judgement=judgement,
             cutting=self.job.cutting,
+            healer=self.healer,
             tokens=self.job.settings.seq_len,
             again=True,
             watcher=self.watcher,

@@ -11,25 +11,25 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from secateur.errors import SettingError, not_one_of
-from secateur.files import jsonio
+from secateur.fields import MOST, Checked as _Checked, check_field, setting as _setting
+from secateur.healing import HEALING, Healing
 from secateur.methods import GRADIENTS, METHODS, Method, method, scoring
 from secateur.search.policies import FORWARDS, GRADIENT_PASSES, PULLS, UCB, check_search
 from secateur.series import shares_of
 from secateur.streams import POOLS, stream
-from secateur.tasks import TASKS, TEXT
 from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio, kinds_of, nested
 from secateur.workers.pools import MOST as MANY, Where
 
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
-SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, MACHINE)
+SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, HEALING, MACHINE)
 BUILTIN = "builtin"  # the text that every Python carries
 KNOWN_DATA = (BUILTIN, "wikitext2", "lambada")
 FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing, and as a screen keeps everything
@@ -46,80 +46,10 @@ DOCUMENTS = (JOINED, LINES, JSONL)
 REPAIRS = (LEAST_SQUARES, LAYERED, BIAS, AUTO)
 DTYPES = ("float32", "bfloat16", "float16")
 DATA_NAMES = "builtin, wikitext2, lambada, a text, jsonl or parquet file, a folder, a hub data set"
-MOST = 10**9  # of anything that is counted
 DEFAULT_BUDGET = "300forwards"
 SECONDS = "s"
 OF_A_STEP = ("pulls_per_step", "batches_per_pull", "batches_per_step", "temperature")  # a method with a budget reads none
 OLD_NAMES = {"target_params": "keep_params", "target_flops": "keep_flops", "target_latency": "keep_latency"}
-
-T = TypeVar("T", bound="_Checked")
-
-
-def _setting(default: Any, section: str, help: str | Callable[[], str], **more: Any) -> Any:
-    """A field that a user sets.
-
-    Besides the help line `more` can say: `least` and `most` (the smallest and the largest value; what has a least is a count),
-    `share` (it lies between 0 and 1), `several` (more than one may be given: a series of cuts), `choices`, `by_task` (its
-    defaults for texts and for images), `unset` (what files and flags say for None), `decided` (where the user does not set it,
-    other settings decide, as the help line says), `recorded` (its name in files), `flag` (its name on the command line and in
-    grids, where that differs), `words` (its name in sentences), `hidden` (it has no option of its own), `added` (files leave it
-    out at its default, so that those written before it was added stay the same), `unless_goal` (the command line passes it on
-    only where the user gave it, for it cannot stand beside a goal).
-    """
-    return dataclasses.field(default=default, metadata={"section": section, "help": help, **more})
-
-
-class _Checked:
-    """Settings whose fields carry their own checks."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if "unset" in field.metadata and getattr(self, field.name) == field.metadata["unset"]:
-                object.__setattr__(self, field.name, None)
-
-    def check(self) -> None:
-        """Refuse values that cannot work, before anything is loaded."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            _check(field, getattr(self, field.name))
-
-    def for_task(self: T, task: str) -> T:
-        """The same settings with the defaults of a task of TASKS in place of None: those for texts or those for images."""
-        which = 0 if TASKS[task].inputs == TEXT else 1
-        fields = [field for field in dataclasses.fields(self) if "by_task" in field.metadata]  # type: ignore[arg-type]
-        left = {field.name: field.metadata["by_task"][which] for field in fields if getattr(self, field.name) is None}
-        return replace(self, **left)  # type: ignore[type-var]
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as files hold them."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        values = {field: getattr(self, field.name) for field in fields}
-        values = {
-            field: value for field, value in values.items() if not (field.metadata.get("added") and value == field.default)
-        }
-        return {
-            field.metadata.get("recorded", field.name): field.metadata.get("unset") if value is None else value
-            for field, value in values.items()
-        }
-
-    @classmethod
-    def from_json(cls: type[T], fields: Mapping[str, Any]) -> T:
-        """The settings that a file holds; a ValueError if it holds none."""
-        names = {field.metadata.get("recorded", field.name): field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        return jsonio.decode({names.get(name, name): value for name, value in fields.items()}, cls)
-
-
-def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    if value is None:
-        return
-    words, about = field.metadata.get("words", field.name.replace("_", " ")), field.metadata
-    if "least" in about and value < about["least"]:
-        raise SettingError(f"The {words} is {value}, but must be at least {about['least']}.")
-    if "least" in about and value > about.get("most", MOST):
-        raise SettingError(f"The {words} is {value}, but must be at most {about.get('most', MOST):,}.")
-    if "choices" in about and value not in about["choices"]():
-        raise not_one_of(words, value, list(about["choices"]()))
-    if "share" in about and not 0 < value < 1:
-        raise SettingError(f"The {words} is {value}, but must lie between 0 and 1: 0.8 leaves four fifths.")
 
 
 def _screens() -> list[str]:
@@ -516,6 +446,7 @@ class Job(NamedTuple):
     judging: Judging
     cutting: Cutting
     machine: Machine
+    healing: Healing
     given: frozenset[str] = frozenset()  # the settings that the user set
     shares: tuple[float, ...] = ()  # of a goal that was given several, from the largest to the smallest
 
@@ -527,10 +458,11 @@ class Job(NamedTuple):
             decided = {"group_by": ACTIVATION} | ({"damage": REPAIRED} if self.cutting.repair else {})
         settings = replace(settings, **{name: value for name, value in decided.items() if name not in self.given})
         judging = replace(self.judging.for_task(task), data=self.judging.data or settings.calibration)
-        return self._replace(settings=settings, judging=judging)
+        healing = replace(self.healing.for_task(task), data=self.healing.data or settings.calibration)
+        return self._replace(settings=settings, judging=judging, healing=healing)
 
 
-GROUPS: tuple[type[_Checked], ...] = (Settings, Judging, Cutting, Machine)
+GROUPS: tuple[type[_Checked], ...] = (Settings, Judging, Cutting, Machine, Healing)
 
 
 @functools.cache
@@ -571,13 +503,13 @@ def make_job(model: str, **settings: Any) -> Job:
         if "several" in field.metadata and value is not None and value != 0:  # 0 stands for none in files
             shares = _shares(field, value)
             value = shares[-1]
-        values[group][field.name] = plain_path(value) if name in ("calibration", "data") and value else value
+        values[group][field.name] = plain_path(value) if name in ("calibration", "data", "heal_data") and value else value
     if not model:
         raise SettingError("The name of the model is empty: give a folder, a hub name, or timm:NAME.")
     values[Settings]["model"] = plain_path(model)
     parts: Any = [group(**values[group]) for group in GROUPS]
     job = Job(*parts)._replace(given=frozenset(given), shares=shares if len(shares) > 1 else ())
-    for part in (job.settings, job.judging, job.cutting, job.machine):
+    for part in (job.settings, job.judging, job.cutting, job.machine, job.healing):
         part.check()
     if settings.get("ratio") is not None and job.settings.keep:
         raise ratio_and_goal()
@@ -597,7 +529,7 @@ def _shares(field: dataclasses.Field[Any], value: Any) -> tuple[float, ...]:
             f"The {field.metadata['words']} is {value!r}, but must be a share such as 0.8, or several such as 0.9,0.8,0.7."
         )
     for share in shares:
-        _check(field, share)
+        check_field(field, share)
     return shares
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from secateur.checks import check_evaluate, check_select, check_shrink, cut_as, shared_settings
+from secateur.checks import check_evaluate, check_heal, check_select, check_shrink, cut_as, shared_settings
 from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
     cut_key,
     finished_cut,
     keep_record,
+    save_cut,
     write_cut,
 )
 from secateur.cut.costs import goal_of
@@ -27,6 +28,7 @@ from secateur.errors import OutputError, SelectionError
 from secateur.files import jsonio
 from secateur.files.journal import UNCHECKED, Journal, check_same_run
 from secateur.files.places import check_record_file, only_writer
+from secateur.healer import Healer, forget, heal_settings, healer_of, record_to_heal
 from secateur.judgement import Evaluation, Judgement
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
@@ -274,25 +276,35 @@ def cut(
     evaluation: Batches | None = None,
     judgement: Judgement | None = None,
     cutting: Cutting | None = None,
+    healer: Healer | None = None,
     tokens: int = 128,
     again: bool = False,
     watcher: Following = None,
 ) -> CutRecord:
     """Write the model without the selected units to `out`, proved equal to the zeroed one; return what secateur.json holds.
 
-    `calibration` proves and repairs, `evaluation` judges the checkpoint as it is read back, and `judgement` is what is known of
-    the dense and the zeroed model. Called again after it was stopped, it goes on. A finished model whose files were changed is
-    an error, or with `again` cut again.
+    `calibration` proves and repairs, `healer` heals, `evaluation` judges the checkpoint as it is read back, and `judgement` is
+    what is known of the dense and the zeroed model. Called again after it was stopped, it goes on. A finished model whose files
+    were changed is an error, or with `again` cut again.
 
     >>> cut(open_model("gpt2"), selection, "small/", calibration=batches)
     """
     watcher, cutting, folder = watcher_of(watcher), cutting or Cutting(), Path(out)
     cutting.check()
     small = None
-    record = finished_cut(folder, cut_key(opened, selection, layout, cutting), again=again, watcher=watcher)
+    key = cut_key(opened, selection, layout, cutting, healer.key if healer else "")
+    record = finished_cut(folder, key, again=again, watcher=watcher)
     if record is None:
         record, small = write_cut(
-            opened, selection, folder, calibration=calibration, layout=layout, cutting=cutting, watcher=watcher
+            opened,
+            selection,
+            folder,
+            key=key,
+            calibration=calibration,
+            layout=layout,
+            cutting=cutting,
+            heal=healer,
+            watcher=watcher,
         )
         small = _as_opened(small, opened)
     before = record
@@ -311,6 +323,8 @@ def cut(
         record = replace(record, measurement=measurement, goal=_measured_goal(record.goal, measurement))
     if record != before:
         keep_record(folder, record)
+    if healer:
+        forget(folder)
     return record
 
 
@@ -342,6 +356,7 @@ def shrink_to(
         check_selection(opened, chosen)
         calibration = calibration_of(opened, job.settings, watcher)
         check_cut(opened, job.cutting, len(calibration))
+        healer = healer_of(opened, job, None, watcher)
         record = cut(
             opened,
             chosen,
@@ -349,10 +364,74 @@ def shrink_to(
             calibration=calibration,
             layout=layout,
             cutting=job.cutting,
+            healer=healer,
             tokens=job.settings.seq_len,
             watcher=watcher,
         )
     return chosen, record
+
+
+# Heal
+
+
+def heal_to(dense: str, small: str | Path, out: Path, *, watcher: Watcher | None = None, **settings: Any) -> CutRecord:
+    """Heal a checkpoint that `prune` or `shrink` wrote, and write the healed one to another folder; goes on where it stopped.
+
+    >>> heal_to("gpt2", "small/", Path("healed"), heal="10min", calibration="wikitext2")
+    """
+    watcher, source = watcher or Watcher(), Path(small)
+    cut = record_to_heal(source)
+    job = make_job(dense, **heal_settings(cut, settings))
+    check_heal(job, source, out)
+    check_cut_place(out)
+    with only_writer(out):
+        opened, job = open_job(job, watcher)
+        _check_cut_of(opened, cut, source)
+        evaluation = evaluation_of(opened, job, watcher)
+        healer = healer_of(opened, job, evaluation, watcher)
+        assert healer is not None
+        key = jsonio.fingerprint({"cut": cut.key, "heal": healer.key})
+        record = finished_cut(out, key, again=False, watcher=watcher)
+        if record is None:
+            model = load_model(str(small), device=opened.device, dtype=opened.dtype)
+            done, before = healer(cut.units, model, out)
+            record = replace(cut, key=key, heal=done, unhealed=before, shrunk=None, measurement=None, files={})
+            record, _ = save_cut(opened, model, record, out, job.cutting.max_shard_size, watcher)
+        record = _judged_again(record, cut, opened, evaluation, out, job, watcher)
+        forget(out)
+    return record
+
+
+def _check_cut_of(opened: Opened, cut: CutRecord, folder: Path) -> None:
+    if cut.model_digest != opened.digest:
+        raise SelectionError(
+            f"The model in {folder} was cut out of {cut.model!r} (digest {cut.model_digest}), and {opened.name!r} is another "
+            f"one (digest {opened.digest}); give the model it was cut out of, in the same --dtype."
+        )
+
+
+def _judged_again(
+    record: CutRecord, cut: CutRecord, opened: Opened, evaluation: Batches, out: Path, job: Job, watcher: Watcher
+) -> CutRecord:
+    """The record with the evaluations of the healed and the dense model, and its measurement, where they are missing."""
+    before, name = record, evaluation.source.name
+    small: nn.Module | None = None
+    if not record.shrunk:
+        watcher.stage("evaluating the healed model")
+        small = load_model(str(out), device=opened.device, dtype=opened.dtype)
+        record = replace(record, shrunk=evaluate(small, evaluation, watcher.evaluated, loss=opened.loss), data=name)
+        if not (cut.dense and cut.data == name and record.unhealed == cut.shrunk):
+            watcher.stage("evaluating the dense model")
+            dense = evaluate(opened.model, evaluation, watcher.evaluated, loss=opened.loss)
+            record = replace(record, dense=dense, zeroed=None)
+    if job.cutting.measure and not record.measurement:
+        watcher.stage("measuring dense against small")
+        small = small or load_model(str(out), device=opened.device, dtype=opened.dtype)
+        healed = replace(opened, name=str(out), model=small)
+        record = replace(record, measurement=compare(opened, healed, tokens=job.settings.seq_len, watcher=watcher))
+    if record != before:
+        keep_record(out, record)
+    return record
 
 
 # Measure

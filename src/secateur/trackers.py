@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from secateur.errors import MissingExtra
 from secateur.selection import Step
-from secateur.watcher import Progress, Watcher
+from secateur.watcher import HealProgress, Progress, Watcher
 
 if TYPE_CHECKING:
     from secateur.cut.repair import Repair
@@ -65,11 +65,9 @@ class TensorBoard(Watcher):
             self._add(f"repair/held-out loss, {form}", loss)
         self._writer.flush()
 
-    def healed(self, step: int, n_steps: int, loss: float, held_out: float | None) -> None:
-        self._add("heal/loss", loss, step)
-        if held_out is not None:
-            self._add("heal/held-out loss", held_out, step)
-        if step == n_steps or held_out is not None:
+    def healed(self, progress: HealProgress) -> None:
+        if progress.judged:
+            self._add("heal/held-out divergence", progress.loss, progress.step)
             self._writer.flush()
 
     def measured(self, measurement: Measurement) -> None:

@@ -45,6 +45,17 @@ class GridProgress:
     latest: str  # a sentence about the run that ended last
 
 
+@dataclass(frozen=True)
+class HealProgress:
+    """Where a healing stands, after a step."""
+
+    step: int
+    n_steps: int
+    loss: float  # the latest held-out divergence
+    before: float  # that before the first step
+    judged: bool = False  # whether it is new
+
+
 class Watcher:
     """Follows a run; this one does nothing. Override the methods you need. An error that one raises ends the run.
 
@@ -78,8 +89,8 @@ class Watcher:
     def repaired(self, repair: Repair) -> None:
         """The cut model was repaired."""
 
-    def healed(self, step: int, n_steps: int, loss: float, held_out: float | None) -> None:
-        """A step of healing was made, counted from 1: its loss, and that of held-out data where it was measured."""
+    def healed(self, progress: HealProgress) -> None:
+        """A step of a healing is done."""
 
     def measured(self, measurement: Measurement) -> None:
         """The dense and the small model were measured side by side."""

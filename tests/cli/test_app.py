@@ -20,7 +20,20 @@ from secateur.cli.app import make_app
 from secateur.settings import keywords
 from worlds import Ran, Run, World, check_refused, contents, prune_command
 
-COMMANDS = ("prune", "select", "shrink", "measure", "evaluate", "units", "bench", "grid", "compare", "tables", "figures")
+COMMANDS = (
+    "prune",
+    "select",
+    "shrink",
+    "heal",
+    "measure",
+    "evaluate",
+    "units",
+    "bench",
+    "grid",
+    "compare",
+    "tables",
+    "figures",
+)
 
 
 def parameters_of(command: str) -> list[Any]:

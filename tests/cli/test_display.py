@@ -14,7 +14,7 @@ from secateur.cli import display
 from secateur.measure.speed import Measurement, Timing
 from secateur.selection import Step
 from secateur.units import Unit
-from secateur.watcher import EVENTS, Progress
+from secateur.watcher import EVENTS, HealProgress, Progress
 from worlds import Run, World, prune_command
 
 PULL = Progress(2, 5, 3, 8, Unit("head", 3, 1), -0.00123, False, Unit("head", 2, 0), 0.5)
@@ -77,12 +77,12 @@ def test_elsewhere_progress_is_a_line_a_stage_and_a_step(monkeypatch: pytest.Mon
         bars.stage("choosing units")
         bars.pull(PULL)
         bars.chosen(Step(2, PULL.best, 0.5, 0.5, 3, 8, 8, 0, damage=-0.00123), 5)
-        bars.healed(4, 10, 1.5, 1.25)
-        bars.healed(5, 10, 1.5, None)
+        bars.healed(HealProgress(4, 10, loss=1.25, before=1.5, judged=True))
+        bars.healed(HealProgress(5, 10, loss=1.25, before=1.5))
     assert written.getvalue().decode().splitlines() == [
         "choosing units ...",
         "step 3/5: head 3.1 (damage -0.0012)",
-        "healing 4/10: loss 1.5000, held out 1.2500",
+        "step 4/10: healing, held-out divergence 1.2500 (1.5000 before)",
     ]
 
 

@@ -53,6 +53,11 @@ def shrink(good: Good, place: Path) -> Arguments:
     return ["shrink", good.root / "gpt2", "--selection", selection, "--device", "cpu", "--no-measure", "--repair", "-o", place]
 
 
+def heal(good: Good, place: Path) -> Arguments:
+    flags = ["--calibration", good.root / "text", "--evaluation-batches", 2, "--device", "cpu", "--no-measure"]
+    return ["heal", good.root / "gpt2", good.root / "gpt2-small", *flags, "--heal", "40steps", "-o", place]
+
+
 def grid(good: Good, place: Path) -> Arguments:
     return ["grid", good.root / "tiny.toml", "-o", place]
 
@@ -67,7 +72,8 @@ class Killed(NamedTuple):
 KILLED = {
     "kills of select": Killed(select, 0.25),
     "kills of prune": Killed(prune, 0.4),
-    "kills of shrink": Killed(shrink, 0.15),
+    "kills of shrink": Killed(shrink, 0.1),
+    "kills of heal": Killed(heal, 0.05),
     "kills of grid": Killed(grid, 0.1),
     "kills of grid in processes": Killed(grid, 0.05, ("--workers", 1, "--threads", 1), seconds=8),
     "kills of grid on Ray": Killed(grid, 0.05, ("--ray", "local"), seconds=20),

@@ -32,6 +32,7 @@ WRITTEN = {  # by a command that goes on after it was stopped, where its -o says
     "prune": ("{}/journal.jsonl", "{}/selection.json", "{}/evaluation.json", "{}/secateur.json"),
     "select": ("{}.journal.jsonl", "{}.json"),
     "shrink": ("{}/secateur.json",),
+    "heal": ("{}/.healing", "{}/secateur.json"),
     "grid": ("{}/results.jsonl",),
 }
 UNFORESEEN = 70  # the exit code of an error that no one foresaw

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from secateur.checks import check_evaluate, check_prune, check_select, check_shrink, shared_settings
+from secateur.checks import check_evaluate, check_heal, check_prune, check_select, check_shrink, shared_settings
 from secateur.cli.display import (
     following,
     show_cut,
     show_evaluation,
     show_forecast,
     show_goal,
+    show_healed,
     show_inventory,
     show_loading,
     show_measurement,
@@ -28,6 +29,7 @@ from secateur.cli.display import (
 )
 from secateur.cli.options import (
     CHOICE,
+    HEAL,
     JOB,
     MODEL,
     AsJson,
@@ -45,9 +47,11 @@ from secateur.cli.options import (
 )
 from secateur.files import jsonio
 from secateur.files.places import check_file
+from secateur.healing import DEFAULT_AMOUNT
 from secateur.selection import Selection
 from secateur.settings import CUTTING, DATA, MACHINE, SEARCH, Machine, make_job
 
+Dense = Annotated[str, typer.Argument(help="The dense model: a folder, a hub name, or timm:NAME.", show_default=False)]
 FILES = ("selection.json", "evaluation.json", "journal.jsonl", "series.json", "secateur.json", "README.md")
 SHOWN = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "goal", "units", "steps")  # of a selection
 
@@ -146,6 +150,7 @@ def select(
     "documents",
     "measure",
     "max_shard_size",
+    *HEAL,
     *MODEL,
     unset=["calibration"],
     help={"calibration": "Data that prove the cut, and repair it. [default: those that chose the units]"},
@@ -187,9 +192,57 @@ def shrink(
         show_next("secateur", "measure", model, out, quiet=quiet)
 
 
+@takes(
+    *HEAL,
+    "calibration",
+    "documents",
+    "holdout",
+    "seq_len",
+    "batch_size",
+    "data",
+    "evaluation_size",
+    "evaluation_batches",
+    "seed",
+    "measure",
+    "max_shard_size",
+    *MODEL,
+    unset=["calibration", "seq_len", "batch_size", "seed", "dtype"],
+    help={
+        "heal": "How much: 30min or 90s, 200000tokens, 5000images, 5000texts or 300steps. [default: 10min]",
+        "calibration": "The data that chose the units; their train split heals, unless --heal-data names others.",
+        "seed": "The order of the data. [default: the seed that chose the units]",
+    },
+    config=True,
+)
+def heal(
+    dense: Dense,
+    small: Annotated[Path, typer.Argument(help="The folder of a cut of it.", show_default=False)],
+    out: OutFolder,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    **settings: Any,
+) -> None:
+    """Train a cut model for a while to give what the dense one gives, and write it to another folder.
+
+    Stopped at any moment and started again with the same command, it goes on where it was.
+    """
+    check_heal(make_job(dense, **{"heal": DEFAULT_AMOUNT, **settings}), small, out)
+    from secateur.steps import heal_to
+
+    with following(quiet) as watcher:
+        record = heal_to(dense, small, out, watcher=watcher, **settings)
+    if as_json:
+        print(jsonio.dumps(without_batch_losses(record.to_json()), indent=1))
+        return
+    show_healed(record)
+    show_cut(record)
+    stdout.print(f"\nWritten to {out}")
+    show_loading(record, out, quiet=quiet)
+
+
 @takes(*MODEL)
 def measure(
-    dense: Annotated[str, typer.Argument(help="The dense model: a folder, a hub name, or timm:NAME.", show_default=False)],
+    dense: Dense,
     small: Annotated[str, typer.Argument(help="The smaller model, named in the same ways.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.", rich_help_panel=SEARCH)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=SEARCH)] = 16,
@@ -326,4 +379,4 @@ def bench(
         jsonio.write(json_file, {"rows": [row.to_json() for row in rows]})
 
 
-COMMANDS = (prune, select, shrink, measure, evaluate, units, bench)
+COMMANDS = (prune, select, shrink, heal, measure, evaluate, units, bench)

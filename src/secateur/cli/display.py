@@ -22,7 +22,7 @@ from secateur.errors import SecateurError
 from secateur.series import DENSE, Series, table
 from secateur.settings import UNIFORM
 from secateur.units import GROUP_WIDTH
-from secateur.watcher import GridProgress, Progress, Watcher, Watchers
+from secateur.watcher import GridProgress, HealProgress, Progress, Watcher, Watchers
 
 if TYPE_CHECKING:
     from secateur.cut.record import CutRecord
@@ -127,10 +127,11 @@ class Bars(Watcher):
         else:
             self._progress.update(self._task, total=n_batches, completed=batch)
 
-    def healed(self, step: int, n_steps: int, loss: float, held_out: float | None) -> None:
-        if held_out is not None and not _is_live():
-            stderr.print(f"healing {step}/{n_steps}: loss {loss:.4f}, held out {held_out:.4f}")
-        self._progress.update(self._task, description=f"{self._stage}: loss {loss:.4f}", total=n_steps, completed=step)
+    def healed(self, progress: HealProgress) -> None:
+        found = f"healing, held-out divergence {progress.loss:.4f} ({progress.before:.4f} before)"
+        self._progress.update(self._task, description=found, total=progress.n_steps, completed=progress.step)
+        if progress.judged and not _is_live():
+            stderr.print(f"step {progress.step}/{progress.n_steps}: {found}")
 
 
 @contextmanager
@@ -200,10 +201,13 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
     sides = {"dense": dense}
     if judged:
         sides["zeroed"] = judged.zeroed
+    if cut and cut.unhealed:
+        sides["unhealed"] = cut.unhealed
     if cut and cut.shrunk:
         sides["checkpoint"] = cut.shrunk
+    written = [title for title in ("unhealed", "checkpoint") if title in sides]
     values = {title: side.to_json() for title, side in sides.items()}
-    titles = ["", "dense", *(["zeroed", "change"] if judged else []), *(["checkpoint"] if "checkpoint" in sides else [])]
+    titles = ["", "dense", *(["zeroed", "change"] if judged else []), *written]
     rows = []
     for key, name in FIGURES.items():
         bad = key == "nonfinite_batches"
@@ -216,7 +220,7 @@ def show_evaluation(dense: Evaluation, judged: Judgement | None = None, cut: Cut
             percent = key == "perplexity"
             change = judged.changes.get("ppl_change_percent" if percent else f"delta_{key}")
             row += [_number(values["zeroed"].get(key)), _signed(change, "+.2f" if percent else "+.4f", "%" if percent else "")]
-        rows.append([*row, *([_number(values["checkpoint"].get(key))] if "checkpoint" in values else [])])
+        rows.append([*row, *(_number(values[title].get(key)) for title in written)])
     _show_table(titles, rows)
     if judged:
         _show_judged(judged, cut)
@@ -246,6 +250,13 @@ def _show_judged(judged: Judgement, cut: CutRecord | None) -> None:
         tell("A failed run: the loss with the units zeroed is not finite.")
     if judged.nonfinite_pulls:
         tell(f"{judged.nonfinite_pulls} pulls gave a non-finite loss; the trace shows them.")
+
+
+def show_healed(record: CutRecord) -> None:
+    """A table of what the model scored on its way."""
+    from secateur.cut.record import costs_table
+
+    _show_table(*costs_table(record))
 
 
 def show_goal(goal: Reached) -> None:
@@ -280,8 +291,9 @@ def show_cut(record: CutRecord) -> None:
     loader = "any loader reads it" if record.layout == UNIFORM else "secateur.load_shrunk reads it"
     tell(f"\nCut ({record.layout}; {loader}): {left:,} of {total:,} parameters are left ({left / total:.2%}).")
     tell(f"Proved: {record.proof}.")
-    if record.repair:
-        tell(str(record.repair))
+    for mended in (record.repair, record.heal):
+        if mended:
+            tell(str(mended))
     if record.goal:
         show_goal(record.goal)
     if record.measurement:
@@ -362,6 +374,6 @@ def _duration(seconds: float) -> str:
 
 def without_batch_losses(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record for printing, without the long lists of losses; the files have them."""
-    sides = [side for side in ("dense", "pruned", "masked", "shrunk") if side in record]
+    sides = [side for side in ("dense", "pruned", "masked", "unhealed", "shrunk") if side in record]
     short = {side: {name: value for name, value in record[side].items() if name != "batch_losses"} for side in sides}
     return {**record, **short}

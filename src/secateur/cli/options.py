@@ -13,6 +13,7 @@ import typer
 
 from secateur.cli.config import read_config
 from secateur.errors import SettingError, not_one_of
+from secateur.healing import Healing
 from secateur.settings import (
     CUTTING,
     MACHINE,
@@ -78,7 +79,8 @@ def names_of(*groups: type) -> list[str]:
 
 PATHS = ("-o", "--out", "--selection", "--config", "--json", "--tensorboard")  # options that name a file or folder
 CHOICE = names_of(Settings)  # what decides a choice
-JOB = names_of(Settings, Judging, Cutting, Machine)
+HEAL = names_of(Healing)
+JOB = [*names_of(Settings, Judging, Cutting, Machine), *HEAL]
 MODEL = ["device", "dtype", "trust_remote_code"]  # how a model is loaded
 
 
@@ -149,7 +151,7 @@ def _option(name: str, help: str | None, *, unset: bool) -> inspect.Parameter:
     kind = float if name == "cache_memory" else str if "several" in about else _plain_type(type_of(name))
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
-        flag = f"{flag}/--no-{name}" if default else flag
+        flag = f"{flag}/--no-{flag[2:]}" if default else flag
     option = typer.Option(
         flag, help=line, rich_help_panel=about["section"], show_default=default is not None and default is not False
     )

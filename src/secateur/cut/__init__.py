@@ -1,1 +1,1 @@
-"""TAKE THEM OUT: costs and goals, surgery, the proof, repair and the checkpoint. Chooses no units."""
+"""TAKE THEM OUT: costs and goals, surgery, the proof, repair, healing and the checkpoint. Chooses no units."""

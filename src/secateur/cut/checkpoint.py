@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from secateur.cut.heal import Heal
 from secateur.cut.proof import prove
 from secateur.cut.record import CARD, FORMAT, RECORD, CutRecord, changed_files, model_card, read_record, written_files
 from secateur.cut.repair import check_repairable, repair as repair_model
@@ -26,6 +27,7 @@ from secateur.errors import ModelError, OutputError, ProofError, SelectionError,
 from secateur.files import jsonio
 from secateur.files.places import only_writer
 from secateur.files.sentences import sentence_modules
+from secateur.judgement import Evaluation
 from secateur.model.accounting import total_parameters
 from secateur.model.families import family_of, task_of
 from secateur.model.loading import Opened, load_model, stored_dtype, timm_arguments, versions
@@ -33,6 +35,7 @@ from secateur.model.losses import Batch
 from secateur.model.shrunk import CODE, layout_of
 from secateur.selection import Selection
 from secateur.settings import FREE, UNIFORM, Cutting
+from secateur.units import Unit
 from secateur.watcher import Watcher
 
 PROOF_BATCHES = 2
@@ -56,6 +59,8 @@ WRITTEN = (  # by transformers, timm and sentence-transformers, besides the weig
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
+# Heals a cut model without these units in place; the folder is for its state. Gives also the evaluation before.
+HealStep = Callable[[Sequence[Unit], nn.Module, Path], tuple[Heal, Evaluation | None]]
 ASIDE = ".changed"  # after the name of a file that is kept in place of being overwritten
 
 
@@ -115,10 +120,11 @@ def load_shrunk(folder: str | Path, *, device: str = "auto", dtype: str | None =
     return load_model(str(folder), device=device, dtype=dtype)
 
 
-def cut_key(opened: Opened, selection: Selection, layout: str, cutting: Cutting) -> str:
+def cut_key(opened: Opened, selection: Selection, layout: str, cutting: Cutting, heal: str = "") -> str:
     """A fingerprint of everything that determines the written model: cuts with the same key write the same one."""
     units = [unit.to_json() for unit in selection.units]
-    return jsonio.fingerprint({"units": units, "model": opened.digest, "layout": layout, "repair": cutting.to_json()["repair"]})
+    fields = {"units": units, "model": opened.digest, "layout": layout, "repair": cutting.to_json()["repair"]}
+    return jsonio.fingerprint(fields | ({"heal": heal} if heal else {}))
 
 
 def write_cut(
@@ -126,12 +132,14 @@ def write_cut(
     selection: Selection,
     folder: Path,
     *,
+    key: str,
     calibration: Sequence[Batch],
     layout: str,
     cutting: Cutting,
+    heal: HealStep | None = None,
     watcher: Watcher,
 ) -> tuple[CutRecord, nn.Module]:
-    """Cut the units out of a model, prove the cut, repair it if asked to, and write it.
+    """Cut the units out of a model, prove the cut, repair and heal it if asked to, and write it.
 
     Returns the record and the model as it was read back.
     """
@@ -151,9 +159,13 @@ def write_cut(
             model, units, small, calibration, form=cutting.repair, loss=opened.loss, progress=watcher.evaluated
         )
         watcher.repaired(repaired)
+    healed, unhealed = None, None
+    if heal:
+        with only_writer(folder):
+            healed, unhealed = heal(units, small, folder)
     fields = selection.to_json()
     record = CutRecord(
-        key=cut_key(opened, selection, layout, cutting),
+        key=key,
         model=opened.name,
         model_digest=opened.digest,
         family=family_of(model),
@@ -168,8 +180,17 @@ def write_cut(
         versions=versions(),
         made_with=selection.made_with,
         repair=repaired,
+        heal=healed,
+        unhealed=unhealed,
         goal=selection.goal,
     )
+    return save_cut(opened, small, record, folder, cutting.max_shard_size, watcher)
+
+
+def save_cut(
+    opened: Opened, small: nn.Module, record: CutRecord, folder: Path, max_shard_size: str, watcher: Watcher
+) -> tuple[CutRecord, nn.Module]:
+    """Write a cut of an opened model with its record; returns the record and the model as it was read back."""
     watcher.stage(f"writing {folder}")
     reloaded = save_shrunk(
         small,
@@ -177,10 +198,10 @@ def write_cut(
         processor=opened.processor,
         record=record.to_json(),
         card=model_card(record),
-        dtype=_dtype_to_write(model, stored_dtype(opened.name, trust_remote_code=opened.trust_remote_code)),
+        dtype=_dtype_to_write(opened.model, stored_dtype(opened.name, trust_remote_code=opened.trust_remote_code)),
         model_args=timm_arguments(opened.name),
         sentence_folder=opened.name if sentence_modules(opened.name) else None,
-        max_shard_size=cutting.max_shard_size,
+        max_shard_size=max_shard_size,
     )
     return read_record(folder) or record, reloaded
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from secateur.cut.heal import Heal
 from secateur.cut.proof import Proof
 from secateur.cut.repair import Repair
 from secateur.errors import OutputError
@@ -57,7 +58,7 @@ class Written:
 class CutRecord:
     """What was cut and how it was proved; also its loss and its speed, if the cut was evaluated and measured."""
 
-    key: str  # fingerprint of the units, the model, the layout and the repair
+    key: str  # fingerprint of the units, the model, the layout, the repair and the healing
     model: str
     model_digest: str
     family: str
@@ -72,8 +73,10 @@ class CutRecord:
     versions: dict[str, str] = field(default_factory=dict)
     made_with: Provenance | None = None
     repair: Repair | None = None
+    heal: Heal | None = None
     goal: Reached | None = None
     shrunk: Evaluation | None = None
+    unhealed: Evaluation | None = None  # what the model scored before it was healed
     dense: Evaluation | None = None
     zeroed: Evaluation | None = None  # files call it "masked"
     data: str | None = None  # the evaluation data
@@ -86,6 +89,8 @@ class CutRecord:
         parts["proof"] = self.proof.to_json() | {"sentence": str(self.proof)}
         if self.repair:
             parts["repair"] = self.repair.to_json() | {"sentence": str(self.repair)}
+        if self.heal:
+            parts["heal"] = self.heal.to_json() | {"sentence": str(self.heal)}
         if self.goal:
             parts["goal"] = self.goal.to_json()
         parts |= {
@@ -95,7 +100,8 @@ class CutRecord:
             "selection_digest": self.selection_digest,
             "units": [unit.to_json() for unit in self.units],
         }
-        for name, evaluation in (("shrunk", self.shrunk), ("dense", self.dense), ("masked", self.zeroed)):
+        sides = {"shrunk": self.shrunk, "unhealed": self.unhealed, "dense": self.dense, "masked": self.zeroed}
+        for name, evaluation in sides.items():
             if evaluation:
                 parts[name] = evaluation.to_json()
         if self.data is not None:
@@ -177,6 +183,8 @@ def model_card(record: CutRecord) -> str:
     ]
     if record.repair:
         parts += ["## Repair", str(record.repair)]
+    if record.heal:
+        parts += ["## Healing", str(record.heal)]
     if record.goal:
         parts += ["## Goal", goal_sentence(record.goal)]
     if measurement := record.measurement:
@@ -322,19 +330,24 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
-def _costs(record: CutRecord) -> str:
-    """A table of the evaluations that were made, with the figures that all of them have."""
-    models = {"dense": record.dense, "zeroed": record.zeroed, "this model": record.shrunk}
+def costs_table(record: CutRecord) -> tuple[list[str], list[list[str]]]:
+    """The titles and rows of a table of the evaluations that were made, with the figures that all of them have."""
+    models = {"dense": record.dense, "zeroed": record.zeroed, "before healing": record.unhealed, "this model": record.shrunk}
+    models |= {"dense, treated alike": record.heal.dense if record.heal else None}
     evaluations = {title: evaluation.to_json() for title, evaluation in models.items() if evaluation}
-    if not record.shrunk:
-        return "It was not evaluated."
     rows = [
         [title, *(f"{float(figures[key]):.4f}" for figures in evaluations.values())]
         for key, title in FIGURES.items()
         if all(key in figures for figures in evaluations.values())
         and (key != "nonfinite_batches" or any(figures[key] for figures in evaluations.values()))
     ]
-    table = markdown(["", *evaluations], rows)
+    return ["", *evaluations], rows
+
+
+def _costs(record: CutRecord) -> str:
+    if not record.shrunk:
+        return "It was not evaluated."
+    table = markdown(*costs_table(record))
     return f"{table}\n\nEvaluated on `{_plain(str(record.data))}`, which did not choose the units."
 
 

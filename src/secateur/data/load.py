@@ -30,14 +30,17 @@ def load_batches(
     split: str,
     size: int,
     most: int = 0,
-    keep: bool = False,
+    keep: bool | None = None,
+    train: bool = False,
     progress: Report = silent,
 ) -> Batches:
-    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory.
+    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory, by default
+    those that choose.
 
     `progress` gets the number of images, or of batches whose outputs are computed, done and in all.
 
-    Where there are no labels, or the calibration data are to choose without them, the batches hold the dense model's outputs.
+    Where there are no labels, or the calibration data are to choose without them, the batches hold the dense model's outputs,
+    unless they are there to `train` on: then these are computed as they are needed.
     """
     batch_size = settings.batch_size
     assert batch_size is not None  # set by Settings.for_task
@@ -52,15 +55,23 @@ def load_batches(
     ):
         outputs(model, batches[0])
     labelled = has_labels(batches)
-    if settings.loss == LABELS and not labelled:
+    if settings.loss == LABELS and not labelled and not train:
         raise DataError(f"The data {name!r} ({split}) have no labels for a model for {task_of(model)}; use --loss distance.")
     own = settings.loss not in (None, LABELS, DISTANCE)
     by_distance = not own and (not labelled or (settings.loss == DISTANCE and split == "train"))
-    return with_reference(model, batches, progress) if by_distance else batches
+    return with_reference(model, batches, progress) if by_distance and not train else batches
 
 
 def _read_texts(
-    model: nn.Module, tokenizer: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool, progress: Report
+    model: nn.Module,
+    tokenizer: Any,
+    name: str,
+    settings: Settings,
+    *,
+    split: str,
+    limit: int,
+    keep: bool | None,
+    progress: Report,
 ) -> Batches:
     task, batch_size = task_of(model), settings.batch_size or 1
     common: dict[str, Any] = {"split": split, "limit": limit, "batch_size": batch_size}
@@ -78,7 +89,15 @@ def _read_texts(
 
 
 def _read_images(
-    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool, progress: Report
+    model: nn.Module,
+    processor: Any,
+    name: str,
+    settings: Settings,
+    *,
+    split: str,
+    limit: int,
+    keep: bool | None,
+    progress: Report,
 ) -> Batches:
     if name == BUILTIN:
         option = "--calibration" if split == "train" else "--data"
@@ -92,7 +111,7 @@ def _read_images(
         limit=limit,
         batch_size=settings.batch_size or 1,
         seed=settings.seed,
-        keep=keep or split == "train",
+        keep=split == "train" if keep is None else keep,
         holdout=settings.holdout,
         progress=progress,
     )

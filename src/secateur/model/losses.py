@@ -7,7 +7,7 @@ gave, and the loss is the distance from it. A row is a predicted token, a text o
 
 The logits of a text are never in memory all at once: a language model's output layer runs over pieces of the vocabulary that
 fit in the processor's cache, and the log-sum-exps of the pieces are combined. The logits of 1,024 positions and 152k tokens
-would take 600 MB. (Gradients need them all.)
+would take 600 MB. (A search's gradients need them all; `divergence` computes its own, piece by piece.)
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ IGNORED = -100
 REFERENCE = "reference"
 OWN = ("labels", REFERENCE, "last_word")  # entries of a batch that are not for the model
 CPU_PIECE, PIECE = 2**18, 2**25  # logits in a piece: 1 MiB fits in a CPU's cache, other devices are faster on large matrices
+TRAINED_PIECE, LEAST_ROWS = 2**24, 16  # logits in a piece where gradients are wanted, and rows for any number of classes
 LEAST_WIDTH = 256  # of a piece, for any number of rows: a narrower matrix product is slow
 
 
@@ -282,6 +283,122 @@ def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, refer
     labels = torch.full((len(counted),), IGNORED, device=hidden.device).masked_scatter(counted, highest[0].classes)
     found = torch.full_like(labels, -1).masked_scatter(counted, highest[1].classes)
     return Rows(losses, labels, found[:, None] if best else None)
+
+
+# The same with gradients, to train by
+
+
+def divergence(dense: nn.Module, small: nn.Module, batch: Batch, reference: Tensor, labels: float = 0.0) -> Tensor:
+    """The mean distance of a model's outputs from what `reference_of` gave for the dense one, which gradients go through.
+
+    It is 1 - cosine of embeddings, or the KL divergence of the distributions, to which `labels` times the mean
+    cross-entropy of the labels is added.
+    """
+    task = TASKS[task_of(small)]
+    reference = reference.to(device_of(small))
+    if task.embeds:
+        return (1 - F.cosine_similarity(embeddings(small, batch), reference, dim=-1)).mean()
+    heads = [output_layer(model) for model in (dense, small)] if task.per_token else [None, None]
+    real = real_positions(batch) if task.per_token else None
+    found = outputs(small, batch).logits if heads[0] is None or heads[1] is None else _before(small, heads[1], batch)
+    counted = slice(None) if real is None else real.to(found.device)
+    q, p = (x.flatten(0, -2)[counted] for x in (found, reference))
+    right = _labels_at(small, batch).to(q.device)[counted] if labels else None
+    n_right = int((right != IGNORED).sum()) if right is not None else 0
+    if heads[0] is not None and heads[1] is not None:
+        capped = [getattr(getattr(model, "config", None), "final_logit_softcapping", None) for model in (dense, small)]
+        sides = (_Head(p.to(heads[0].weight.dtype), heads[0], capped[0]), _Head(q, heads[1], capped[1]))
+        share = labels * len(q) / n_right if n_right else 0.0
+        total: Tensor = _Divergence.apply(q, heads[1].weight, heads[1].bias, sides, right, share, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        return total / max(1, len(q))
+    expected, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+    mean = (expected.exp() * (expected - log_q)).sum(-1).mean()
+    return mean if right is None or not n_right else mean + labels * F.nll_loss(log_q, right, ignore_index=IGNORED)
+
+
+def _labels_at(model: nn.Module, batch: Batch) -> Tensor:
+    """The label of what each row predicts: as many as there are positions, texts or images."""
+    labels = batch["labels"]
+    if labels.dim() == 2 and _predicts_next(model):
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return labels.flatten()
+
+
+class _Head(NamedTuple):
+    """An output layer, and what enters it."""
+
+    hidden: Tensor  # (rows, width)
+    layer: nn.Linear
+    cap: float | None  # Gemma's, after the output layer
+
+    def logits(self, rows: slice) -> Tensor:
+        logits = F.linear(self.hidden[rows], self.layer.weight, self.layer.bias).float()
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+class _Divergence(torch.autograd.Function):
+    """The sum over rows of KL(p || q), and `share` times the cross-entropy of the labels.
+
+    The gradient of both in the logits is known, q - p and q - label, so it goes through the output layer at once, some rows at
+    a time: no logits are kept for a backward pass, or computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sides: tuple[_Head, _Head],
+        labels: Tensor | None,
+        share: float,
+        wanted: bool,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        trained = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        gradients = [
+            torch.zeros_like(x, dtype=torch.float32) if wanted and needed and x is not None else None for x, needed in trained
+        ]
+        step = max(LEAST_ROWS, TRAINED_PIECE // weight.shape[0])
+        for start in range(0, len(hidden), step):
+            rows = slice(start, start + step)
+            log_p = sides[0].logits(rows).log_softmax(-1)
+            logits = sides[1].logits(rows)
+            log_q = logits.log_softmax(-1)
+            p = log_p.exp()
+            total += torch.linalg.vecdot(p, log_p.sub_(log_q)).sum()
+            right = None if labels is None else labels[rows]
+            counted = None if right is None else (right != IGNORED).nonzero()[:, 0]
+            if right is not None and counted is not None:
+                total -= share * log_q[counted, right[counted]].sum()
+            if not wanted:
+                continue
+            slope = log_q.exp_()  # of the loss in the logits
+            if right is None or counted is None:
+                slope -= p
+            else:
+                scale = torch.ones(len(slope), 1, device=slope.device)
+                scale[counted] += share
+                slope = slope * scale - p
+                slope[counted, right[counted]] -= share
+            if sides[1].cap is not None:
+                slope *= 1 - (logits / sides[1].cap).square()
+            slope = slope.to(weight.dtype)
+            if gradients[0] is not None:
+                gradients[0][rows] = slope @ weight
+            if gradients[1] is not None:
+                gradients[1].addmm_(slope.T, hidden[rows].to(weight.dtype))
+            if gradients[2] is not None:
+                gradients[2] += slope.sum(0)
+        ctx.gradients = [
+            None if g is None or x is None else g.to(x.dtype) for g, x in zip(gradients, (hidden, weight, bias), strict=True)
+        ]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if g is None else g.mul_(slope) for g in ctx.gradients]
+        return (*scaled, None, None, None, None)
 
 
 # Calling the model
