@@ -54,4 +54,4 @@ def test_settings_that_cannot_heal_are_refused(settings: dict[str, Any], words: 
 def test_what_decides_the_weights_is_in_the_key_and_what_does_not_is_not() -> None:
     key = Healing("9steps").to_key()
     assert Healing("9steps", dense=False, checkpointing=True).to_key() == key
-    assert all(Healing("9steps", **other).to_key() != key for other in ({"rate": 1e-3}, {"lora": 2}, {"labels": 0.5}))  # type: ignore[arg-type]
+    assert all(Healing("9steps", **other).to_key() != key for other in ({"rate": 1e-3}, {"lora": 2}, {"labels": 0.5}))

@@ -225,7 +225,7 @@ class _Run:
             loss = self.loss(batch) / len(batches)
             if not bool(loss.isfinite()):
                 return False
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         return bool(norm.isfinite())
 
@@ -397,7 +397,8 @@ def _schedule(step: int, n_steps: int) -> float:
 
 def _order(seed: int, n_batches: int, n: int) -> list[int]:
     """The batches that are trained on: all of them in a random order, then in another one."""
-    rng, order = stream(seed, HEALING), []
+    rng = stream(seed, HEALING)
+    order: list[int] = []
     while len(order) < n:
         order += rng.permutation(n_batches).tolist()
     return order[:n]

@@ -335,7 +335,7 @@ class _Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -387,7 +387,7 @@ class _Divergence(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(slope) for g in ctx.gradients]
         return (*scaled, None, None, None, None)
 
