@@ -121,7 +121,13 @@ def test_the_help_of_prune_shows_the_default_of_every_setting_that_has_one(
     monkeypatch.setenv("COLUMNS", str(columns))
     entries = re.split(r"^\W*--", run("prune", "--help").out, flags=re.MULTILINE)[1:]
     shown = {re.split(r"\s", entry, maxsplit=1)[0].replace("-", "_"): words(entry) for entry in entries}
-    without = {"keep_params", "keep_flops", "keep_latency", "trust_remote_code"}  # goals are not set, flags are off
+    without = {
+        "keep_params",
+        "keep_flops",
+        "keep_latency",
+        "trust_remote_code",
+        "heal_checkpointing",
+    }  # goals are not set, flags are off
     for name, (_, field) in keywords().items():
         if name in without or field.metadata.get("hidden"):
             continue

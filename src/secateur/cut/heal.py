@@ -16,7 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -202,7 +202,9 @@ class _Run:
         self.best = self.copies()
         self.optimiser = self.new_optimiser()
         half = next(dense.parameters()).dtype
-        self.autocast = partial(torch.autocast, device_of(small).type, half) if half != torch.float32 else nullcontext
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if half != torch.float32:
+            self.autocast = partial(torch.autocast, device_of(small).type, half)
 
     def new_optimiser(self) -> torch.optim.AdamW:
         fused = device_of(self.small).type in ("cpu", "cuda", "mps")
@@ -395,7 +397,8 @@ def _schedule(step: int, n_steps: int) -> float:
 
 def _order(seed: int, n_batches: int, n: int) -> list[int]:
     """The batches that are trained on: all of them in a random order, then in another one."""
-    rng, order = stream(seed, HEALING), list[int]()
+    rng = stream(seed, HEALING)
+    order: list[int] = []
     while len(order) < n:
         order += rng.permutation(n_batches).tolist()
     return order[:n]
