@@ -12,12 +12,14 @@ from secateur.checks import check_prune
 from secateur.cut.checkpoint import check_cut, check_cut_place
 from secateur.cut.record import CutRecord
 from secateur.data.batches import Batches, check_apart
-from secateur.errors import OutputError
+from secateur.errors import OutputError, first_line
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
-from secateur.judgement import JudgedOn, PruneRecord
+from secateur.judgement import SAMPLES, JudgedOn, PruneRecord
 from secateur.measure.judge import judge_apart
-from secateur.model.loading import Opened
+from secateur.measure.samples import read_samples, sample
+from secateur.model.loading import Opened, load_model
+from secateur.report.page import write_report
 from secateur.search.choose import provenance
 from secateur.selection import Selection
 from secateur.settings import NONE, Job, make_job
@@ -33,6 +35,14 @@ class PruneResult:
     record: PruneRecord  # evaluation.json
     out: Path | None
     cut: CutRecord | None = None  # secateur.json, if a smaller model was written
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with a row for each candidate."""
+        return self.selection.to_frame()
+
+    def _repr_html_(self) -> str:
+        parts = (self.record.judgement, self.cut, self.selection)
+        return "".join(part._repr_html_() for part in parts if part)
 
 
 def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None = None, **settings: Any) -> PruneResult:
@@ -58,7 +68,9 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
     check_cut(opened, job.cutting, len(calibration))
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
-        return PruneResult(selection, record, folder)
+        result = PruneResult(selection, record, folder)
+        _show(result, opened, evaluation, watcher)
+        return result
     made = cut(
         opened,
         selection,
@@ -72,7 +84,31 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Watcher | None 
         again=True,
         watcher=watcher,
     )
-    return PruneResult(selection, record, folder, made)
+    result = PruneResult(selection, record, folder, made)
+    _show(result, opened, evaluation, watcher)
+    return result
+
+
+def _show(result: PruneResult, opened: Opened, evaluation: Batches, watcher: Watcher) -> None:
+    """Write samples.json and report.html beside the other files; if that fails, it is said, and nothing else is lost."""
+    folder = result.out
+    if folder is None:
+        return
+    watcher.stage("writing the report")
+    try:
+        if result.cut:
+            _keep_samples(result.cut, folder, opened, evaluation)
+        write_report(folder)
+    except Exception as error:  # whatever a sample or a page runs into, the prune is finished
+        watcher.say(f"All but report.html is written: {first_line(error)} `secateur report {folder}` tries it again.")
+
+
+def _keep_samples(cut: CutRecord, folder: Path, opened: Opened, evaluation: Batches) -> None:
+    """Write what both models do with a few examples, unless an earlier start did."""
+    of = jsonio.fingerprint({name: file.sha256 for name, file in cut.files.items()})
+    if not read_samples(folder / SAMPLES, of):
+        small = load_model(str(folder), device=opened.device, dtype=opened.dtype)
+        jsonio.write(folder / SAMPLES, sample(opened.model, small, evaluation, opened.processor, of=of).to_json())
 
 
 def _chosen_and_judged(
