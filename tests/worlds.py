@@ -235,7 +235,7 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 # The command line
 
 PROGRESS = re.compile(
-    r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing) .*"
+    r"(loading|reading|choosing|evaluating|measuring|taking over|cutting|proving|repairing|writing|making) .*"
     r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
     r"|The dense model's loss on .*"  # the weights are random
 )
@@ -261,7 +261,7 @@ class Ran:
 
 
 Run = Callable[..., Ran]
-FILES = ["evaluation.json", "journal.jsonl", "selection.json"]  # what a prune that cuts nothing writes
+FILES = ["evaluation.json", "journal.jsonl", "selection.json"]  # what a prune that cuts nothing writes, but for its page
 FLAGS = ["--device", "cpu", *(word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value)))]
 
 

@@ -94,7 +94,7 @@ def _show(result: PruneResult, opened: Opened, evaluation: Batches, watcher: Wat
     folder = result.out
     if folder is None:
         return
-    watcher.stage("writing the report")
+    watcher.stage("making the report")
     try:
         if result.cut:
             _keep_samples(result.cut, folder, opened, evaluation)

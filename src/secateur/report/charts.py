@@ -94,10 +94,7 @@ def plot(
     ends = [end for one in series for interval in one.intervals if interval for end in interval]
     ys = [y for one in series for _, y in one.points] + ends + [y for y, _ in lines]
     across = axis(xs, LEFT, WIDTH - RIGHT, log=x_log)
-    if y_range:
-        up = Axis(*y_range, HEIGHT - BOTTOM, TOP)
-    else:
-        up = axis(ys, HEIGHT - BOTTOM, TOP, log=y_log)
+    up = Axis(*y_range, HEIGHT - BOTTOM, TOP) if y_range else axis(ys, HEIGHT - BOTTOM, TOP, log=y_log)
     parts: list[Html] = [_frame(across, up, x_label, y_label, x_ticks), *(_level(across, up, y, name) for y, name in lines)]
     parts += [_drawn(one, across, up) for one in series]
     named = [one for one in series if one.name]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 VOID = ("br", "col", "img", "meta")
 HERE = Path(__file__).parent
+POLICY = "default-src 'none'; base-uri 'none'; img-src data:; style-src 'unsafe-inline'"
 MARK = '<meta name="generator" content="Secateur">'  # in page.html: by it a report is known for ours
 
 
@@ -80,10 +81,7 @@ def number(value: float | None, digits: int = 4, *, sign: bool = False) -> str:
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))
-    if -5 <= size < 9:
-        text = f"{value:,.{max(0, digits - 1 - size)}f}"
-    else:
-        text = f"{value:.{digits - 1}e}"
+    text = f"{value:,.{max(0, digits - 1 - size)}f}" if -5 <= size < 9 else f"{value:.{digits - 1}e}"
     return ("+" if sign and value > 0 else "") + text.replace("-", "−", 1)
 
 
@@ -107,7 +105,7 @@ def page(title: str, head: Html, sections: Sequence[tuple[str, str, Html]]) -> s
     script = _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'",
+        "policy": f"{POLICY}; script-src 'sha256-{digest}'",
         "title": escaped(title),
         "style": _asset("figure.css") + _asset("page.css"),
         "links": joined(links),

@@ -162,7 +162,9 @@ def draw_map(selection: Selection) -> Html:
     cells = cells_of(selection)
     scale = scale_of(cells)
     kinds = list(dict.fromkeys(cell.unit.kind for cell in cells))
-    panels = [_panel(kind, [cell for cell in cells if cell.unit.kind == kind], scale) for kind in kinds]
+    by_kind = {kind: [cell for cell in cells if cell.unit.kind == kind] for kind in kinds}
+    many = max(cell.unit.layer for cell in cells) > max(cell.unit.index for cell in cells)  # layers; then they go across
+    panels = [_panel(kind, of_kind, scale, across=many) for kind, of_kind in by_kind.items()]
     scored = bool(selection.scores) and not selection.trace
     stripes = {"d": "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2"}
     form = {"width": 6, "height": 6, "patternUnits": "userSpaceOnUse"}
@@ -172,67 +174,57 @@ def draw_map(selection: Selection) -> Html:
     return joined([shared, tag("div", *panels, class_="panels"), _legend(scale, cells, scored=scored), _listed(cells)])
 
 
-def _panel(kind: str, cells: Sequence[Cell], scale: Scale) -> Html:
-    """The units of one kind: a row for each layer."""
+def _panel(kind: str, cells: Sequence[Cell], scale: Scale, *, across: bool) -> Html:
+    """The units of one kind: a row for each layer, or with `across` a column for each."""
     layers, width = max(cell.unit.layer for cell in cells) + 1, max(cell.unit.index for cell in cells) + 1
-    size = min(max(WIDEST // width, SMALLEST), LARGEST)
-    tall = max(size, 11) if layers <= 48 else size
-    left, top = 30, 20
+    columns, rows = (layers, width) if across else (width, layers)
+    size = min(max(WIDEST // columns, SMALLEST), LARGEST)
+    tall = max(size, 11) if rows <= 48 else size
+    left, top = 44, 34
+    names = ("layer", "unit") if across else ("unit", "layer")
+    every = math.ceil(22 / size)
     parts = [
-        tag("text", str(layer), x=left - 7, y=top + (layer + 0.5) * tall + 4, text_anchor="end") for layer in range(layers)
+        *(tag("text", i, x=left + (i + 0.5) * size, y=top - 6, text_anchor="middle") for i in range(0, columns, every)),
+        *(tag("text", i, x=left - 7, y=top + (i + 0.5) * tall + 4, text_anchor="end") for i in range(rows)),
+        tag("text", names[0], x=left, y=11),
+        tag("text", names[1], x=11, y=top, transform=f"rotate(-90 11 {top})", text_anchor="end"),
     ]
-    every = max(1, math.ceil(width / max(1, width * size // 32)))
-    parts += [
-        tag("text", str(index), x=left + (index + 0.5) * size, y=top - 6, text_anchor="middle")
-        for index in range(0, width, every)
-    ]
-    focus = True
-    for cell in cells:
-        parts.append(_square(cell, scale, left + cell.unit.index * size, top + cell.unit.layer * tall, size, tall, focus=focus))
-        focus = False
-    wide, high = left + width * size + 4, top + layers * tall + 4
+    for i, cell in enumerate(cells):
+        row, column = (cell.unit.index, cell.unit.layer) if across else (cell.unit.layer, cell.unit.index)
+        square = _square(cell, scale, left + column * size, top + row * tall, size, tall)
+        place = {"data_row": row, "data_column": column, "tabindex": -1 if i else 0}
+        state = "cell" + (" chosen" if cell.order else "") + (" never" if cell.never else "")
+        parts.append(tag("g", tag("title", cell.words()), square, class_=state, role="img", **place))
+    wide, high = left + columns * size + 4, top + rows * tall + 4
     words = KINDS[kind].words
     label = f"Map of {count(len(cells), words)} in {count(layers, 'layer')}; arrow keys go from unit to unit"
     drawn = tag(
         "svg", *parts, width=wide, height=high, viewBox=f"0 0 {wide} {high}", class_="map", role="group", aria_label=label
     )
     chosen = sum(cell.order is not None for cell in cells)
-    name = words[0].upper() + words[1:]
-    note = f"{chosen:,} of {len(cells):,} removed"
-    return figure(f"{name}s", tag("div", drawn, class_="scroll"), note=note)
+    title = words[0].upper() + words[1:] + "s"
+    return figure(title, tag("div", drawn, class_="scroll"), note=f"{chosen:,} of {len(cells):,} removed")
 
 
-def _square(cell: Cell, scale: Scale, x: float, y: float, wide: float, high: float, *, focus: bool) -> Html:
+def _square(cell: Cell, scale: Scale, x: float, y: float, wide: float, high: float) -> Html:
+    """A cell: its colour, hatched if it was never measured, and its order if it was selected."""
     known = math.isfinite(cell.value)
-    fill = scale.colour(cell.value) if known else "none"
     ink = "light" if known and scale.place(cell.value) >= 4 else "dark"
-    state = "cell" + (" chosen" if cell.order else "") + (" never" if cell.never else "")
     gap = 1 if wide >= 9 else 0.5
     place = {"x": x + gap, "y": y + gap, "width": wide - 2 * gap, "height": high - 2 * gap, "rx": 2 if wide > 12 else 0}
     hatched = f"url(#{'never-light' if ink == 'light' else 'never-dark' if known else 'never'})"
-    square = joined([tag("rect", fill=fill, **place), tag("rect", fill=hatched, class_="over", **place) if cell.never else ""])
-    sign: Html | str = ""
-    middle = {"x": x + wide / 2, "y": y + high / 2 + 4, "text_anchor": "middle"}
+    parts = [tag("rect", fill=scale.colour(cell.value) if known else "none", **place)]
+    parts += [tag("rect", fill=hatched, class_="over", **place)] if cell.never else []
     if cell.order and wide >= 17:
-        sign = tag("text", str(cell.order), class_=f"order {ink}", **middle)
+        number_at = {"x": x + wide / 2, "y": y + high / 2 + 4, "text_anchor": "middle"}
+        parts.append(tag("text", cell.order, class_=f"order {ink}", **number_at))
     elif cell.order:
-        sign = tag("circle", cx=x + wide / 2, cy=y + high / 2, r=min(wide, high) * 0.22, class_=f"order {ink}")
+        parts.append(tag("circle", cx=x + wide / 2, cy=y + high / 2, r=min(wide, high) * 0.22, class_=f"order {ink}"))
     elif cell.inside or cell.broken:
-        corner = (
-            f"M{x + 3:g},{y + 3:g} L{x + wide - 3:g},{y + high - 3:g} M{x + wide - 3:g},{y + 3:g} L{x + 3:g},{y + high - 3:g}"
-        )
-        sign = tag("path", d=corner, class_=f"gone {ink}")
-    return tag(
-        "g",
-        tag("title", cell.words()),
-        square,
-        sign,
-        class_=state,
-        role="img",
-        tabindex=0 if focus else -1,
-        data_row=cell.unit.layer,
-        data_column=cell.unit.index,
-    )
+        ends = x + 3, y + 3, x + wide - 3, y + high - 3
+        cross = f"M{ends[0]:g},{ends[1]:g} L{ends[2]:g},{ends[3]:g} M{ends[2]:g},{ends[1]:g} L{ends[0]:g},{ends[3]:g}"
+        parts.append(tag("path", d=cross, class_=f"gone {ink}"))
+    return joined(parts)
 
 
 def _legend(scale: Scale, cells: Sequence[Cell], *, scored: bool) -> Html:

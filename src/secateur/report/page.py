@@ -9,6 +9,7 @@ from pathlib import Path
 from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.files.places import check_file
+from secateur.judgement import Changed
 from secateur.methods import label
 from secateur.report.charts import Member, Strip, family, strips
 from secateur.report.html import MARK, Html, between, count, details, figure, joined, number, page, table, tag
@@ -86,7 +87,8 @@ def verdict(run: Run) -> str:
     better = (gap > 0) == more_is_better
     moved = "stays at" if values[0] == values[1] else "goes from"
     text = f"{said}, {words} {moved} {values[0]}" + ("" if values[0] == values[1] else f" to {values[1]}")
-    text += " (less than its interval)" if unsure and values[0] != values[1] else " (it got better)" if better and gap else ""
+    text += ", which these data cannot tell from no change" if unsure and values[0] != values[1] else ""
+    text += ", which is better" if better and gap and not unsure else ""
     return f"{text}{_faster(run)}."
 
 
@@ -177,14 +179,9 @@ def _result(run: Run) -> Html:
     on = run.record.judged_on if run.record else None
     parts: list[object] = [table(columns, rows, caption="The model at each stage")]
     if on and judgement:
-        interval = "over batches" if run.figure not in SHARES else "of a share of so many rows"
-        parts.append(
-            tag(
-                "p",
-                f"Judged on {judgement.dense.rows:,} rows of {on.data}, which chose nothing; intervals are {interval}, changes are paired where they have one.",
-                class_="note",
-            )
-        )
+        rows = f"{judgement.dense.rows:,} rows of {on.data}, which chose nothing"
+        interval = "shares of so many rows" if run.figure in SHARES else "over batches"
+        parts.append(tag("p", f"Judged on {rows}; intervals are {interval}, those of changes are paired.", class_="note"))
     parts.append(_trust(run))
     if run.cut and run.cut.measurement and run.cut.measurement.timings:
         parts.append(_speed(run))
@@ -220,11 +217,10 @@ def _trust(run: Run) -> Html:
         said.append(("Goal", f"{goal.asked:.1%} of the {goal.what} were asked for, and {goal.got:.2%} are left{measured}."))
     selection = run.selection
     gradients = f", gradients of {count(selection.gradient_batches, 'batch', 'batches')}" if selection.gradient_batches else ""
-    seconds = f" in {run.record.selection_seconds:,.0f} s" if run.record else ""
     said.append(
         (
             "Search",
-            f"{count(selection.pulls, 'paired measurement')}{gradients}, {number(selection.passes)} forward passes{seconds}.",
+            f"{count(selection.pulls, 'paired measurement')}{gradients}, {number(selection.passes)} forward passes.",
         )
     )
     return tag("dl", *(part for name, text in said for part in (tag("dt", name), tag("dd", text))), class_="facts")
@@ -244,7 +240,7 @@ def _speed(run: Run) -> Html:
                 f"{WORKLOADS.get(t.name, t.name)}",
                 mean=t.speedup.value,
                 interval=(t.speedup.low, t.speedup.high),
-                words=f"{_work(t)}: {t.speedup.value:.2f} times as fast\n95%: {t.speedup.low:.2f} to {t.speedup.high:.2f}\nFLOPs: {t.flop_ratio:.2f} times fewer",
+                words=_speed_words(t),
                 also=f"batch {t.batch_size}",
             )
             for t in measurement.timings
@@ -260,9 +256,17 @@ def _speed(run: Run) -> Html:
     ]
     rows += [[name, f"{a / 1e6:,.1f} MB", f"{b / 1e6:,.1f} MB", f"{a / b:.2f}", ""] for name, a, b in sizes if a and b]
     length = f", a prompt has {measurement.tokens} tokens" if measurement.tokens else ""
-    where = f"Medians with 95% intervals, the models taking turns: {measurement.device}, {count(measurement.threads, 'thread')}, {measurement.dtype}, torch {measurement.torch_version}{length}."
+    machine = f"{measurement.device}, {count(measurement.threads, 'thread')}, {measurement.dtype}"
+    version = f"torch {measurement.torch_version}"
+    where = f"Medians with 95% intervals, the models taking turns: {machine}, {version}{length}."
     listed = details("Times and sizes as a table", table(columns, rows, caption="Dense against small"))
     return tag("div", figure("Speed", drawn, listed, note=where), class_="charts one")
+
+
+def _speed_words(timing: Timed) -> str:
+    times = timing.speedup
+    lines = [f"{_work(timing)}: {times.value:.2f} times as fast", f"95%: {times.low:.2f} to {times.high:.2f}"]
+    return "\n".join([*lines, f"FLOPs: {timing.flop_ratio:.2f} times fewer"])
 
 
 def _family(run: Run) -> Html:
@@ -305,10 +309,7 @@ def _samples(run: Run) -> Html:
     return joined(parts)
 
 
-def _changed_class(one: object) -> Html:
-    from secateur.judgement import Changed
-
-    assert isinstance(one, Changed)
+def _changed_class(one: Changed) -> Html:
     safe = one.image.startswith("data:image/jpeg;base64,")
     picture = (
         tag("img", src=one.image, alt=f"an example of {one.label or 'unknown class'}") if safe else tag("blockquote", one.text)
@@ -326,7 +327,7 @@ def _repeat(run: Run) -> Html:
     """The command, the settings, the data and the versions."""
     parts: list[object] = []
     if settings := run.settings:
-        command = run.command(run.folder.name or "out")
+        command = run.command("out/")
         copy = tag("button", "Copy", type="button", class_="copy", data_copies="command")
         parts.append(tag("div", tag("pre", tag("code", command, id="command"), tabindex=0), copy, class_="command"))
         rows = [[name, "" if value is None else str(value)] for name, value in settings.to_json().items()]

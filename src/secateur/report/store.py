@@ -18,6 +18,7 @@ from secateur.report.html import Html, between, count, details, figure, joined, 
 from secateur.report.intervals import mean_interval
 
 METRICS = {"ppl_change_percent": "change of perplexity (%)", "delta_top1": "drop of top-1 (points)"}
+MOST_ROWS = 16  # of a chart of comparisons
 FAR = 20  # the largest mean over the smallest, from which on a logarithmic axis is kinder
 
 
@@ -68,7 +69,7 @@ def _verdict(cells: Sequence[Cell]) -> str:
     if len(cells) == 1:
         return f"{label(ranked[0][0])} lost least, by the mean over its seeds."
     words = ", ".join(f"{label(method)} in {n}" for method, n in ranked[:4])
-    return f"Of {count(len(cells), 'comparison of methods', 'comparisons of methods')}, the least was lost, by the mean over seeds, by {words}."
+    return f"Of {len(cells)} comparisons of methods, the least was lost, by the mean over seeds, by {words}."
 
 
 def _best(cell: Cell) -> str | None:
@@ -164,14 +165,12 @@ def _comparisons(tables: Sequence[Table]) -> Html:
     rows = [_comparison_row(c) for c in comparisons]
     sure = sum(excludes_zero(c.result.t) for c in comparisons)
     against = [c for c in comparisons if c.baseline in ("greedy", "random")]
-    parts: list[object] = [
-        tag(
-            "p",
-            f"Each bandit against each other method, paired over seeds: {sure} of {count(len(comparisons), 'comparison')} have a t "
-            "interval without zero. Differences are method minus baseline, of the change of perplexity in percent or of the drop "
-            "of top-1 in points: negative favours the bandit.",
-        )
-    ]
+    said = (
+        f"Each bandit against each other method, paired over seeds: {sure} of {len(comparisons):,} t intervals exclude zero. "
+        "Differences are method minus baseline, of the change of perplexity in percent or of the drop of top-1 in points: "
+        "negative favours the bandit."
+    )
+    parts: list[object] = [tag("p", said)]
     if against:
         parts.append(tag("div", *_difference_charts(against), class_="charts"))
     columns = ["Bandit", "Baseline", "Where", "Pairs", "Difference", "t 95%", "p", "q"]
@@ -198,20 +197,19 @@ def _difference_charts(comparisons: Sequence[Comparison]) -> Iterable[Html]:
         of_task = [c for c in comparisons if c.cell.task == task and math.isfinite(c.result.mean)]
         scale = 100 if task == "image" else 1
         rows = []
-        for c in of_task[:16]:
+        for c in of_task[:MOST_ROWS]:
             low, high = (end * scale for end in c.result.t)
             interval = (low, high) if math.isfinite(low) else None
-            ends = between(low, high, 3, sign=True)
-            words = f"{label(c.method)} − {label(c.baseline)}: {number(c.result.mean * scale, 3, sign=True)}\n95%: {ends}\n{_name(c.cell)}"
+            gap = f"{number(c.result.mean * scale, 3, sign=True)}\n95%: {between(low, high, 3, sign=True)}"
+            words = f"{label(c.method)} − {label(c.baseline)}: {gap}\n{_name(c.cell)}"
             short = f"{label(c.method).removeprefix('MAB-')} − {label(c.baseline).removeprefix('Budgeted ')}"
             rows.append(Strip(short, (), c.result.mean * scale, interval, words, _look(c.method), c.cell.model[:22]))
         if rows:
             what = "drop of top-1 (points)" if task == "image" else "change of perplexity (%)"
             about = f"Differences in the {what}: " + "; ".join(row.words.replace("\n", ", ") for row in rows)
-            yield figure(
-                f"Bandits against greedy and random: {what}",
-                strips(rows, about=about, x_label="bandit minus baseline", level=(0.0, "")),
-            )
+            drawn = strips(rows, about=about, x_label="bandit minus baseline", level=(0.0, ""))
+            note = f"The first {MOST_ROWS} of {len(of_task)}; the table has all." if len(of_task) > MOST_ROWS else ""
+            yield figure(f"Bandits against greedy and random: {what}", drawn, note=note)
 
 
 def _costs(cells: Sequence[Cell]) -> Html:

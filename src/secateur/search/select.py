@@ -114,9 +114,9 @@ def select(
     """Algorithm 1: at each step the policy measures candidates of a pool and chooses one, which is zeroed from then on.
 
     A step may spend `pulls_per_step` pulls; a policy that plans has a budget of its own, and may choose several units in a
-    step. Where the policy looked at gradients, the selection has an estimate of every candidate's damage, from gradients and
-    measurements; of a selected one it is what was known when it was chosen. A `goal` ends the search in place of the ratio; experts need one. A `prior` is a belief about some units before the
-    first step. The `watcher` is called after each pull and each step.
+    step. A `goal` ends the search in place of the ratio; experts need one. A `prior` is a belief about some units before the
+    first step. The `watcher` is called after each pull and each step. Where the policy looked at gradients, the selection has
+    an estimate of every candidate's damage; of a selected one it is what was known when it was chosen.
 
     >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
     """
