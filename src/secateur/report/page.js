@@ -8,23 +8,27 @@ for (const title of document.querySelectorAll("svg g > title, svg circle > title
   owner.classList.add("says");
   title.remove();
 }
-function show(owner) {
-  const place = owner.getBoundingClientRect();
-  tip.textContent = owner.getAttribute("aria-label");
-  tip.hidden = false;
-  const left = Math.min(Math.max(8, place.left + place.width / 2 - tip.offsetWidth / 2), innerWidth - tip.offsetWidth - 8);
-  const above = place.top - tip.offsetHeight - 8;
+let shown = null;
+function place() {
+  if (!shown) return;
+  const at = shown.getBoundingClientRect();
+  const left = Math.min(Math.max(8, at.left + at.width / 2 - tip.offsetWidth / 2), innerWidth - tip.offsetWidth - 8);
+  const above = at.top - tip.offsetHeight - 8;
   tip.style.left = left + "px";
-  tip.style.top = (above > 4 ? above : place.bottom + 8) + "px";
+  tip.style.top = (above > 4 ? above : at.bottom + 8) + "px";
 }
-function hide() { tip.hidden = true; }
-document.addEventListener("pointerover", event => {
-  const owner = event.target.closest(".says");
-  if (owner) show(owner); else hide();
-});
-document.addEventListener("focusin", event => { if (event.target.closest(".says")) show(event.target.closest(".says")); else hide(); });
-document.addEventListener("focusout", hide);
-document.addEventListener("scroll", hide, { passive: true });
+function show(owner) {
+  shown = owner;
+  tip.hidden = !owner;
+  if (!owner) return;
+  tip.textContent = owner.getAttribute("aria-label");
+  place();
+}
+document.addEventListener("pointerover", event => show(event.target.closest(".says") || document.activeElement.closest(".says")));
+document.addEventListener("focusin", event => show(event.target.closest(".says")));
+document.addEventListener("focusout", () => show(null));
+document.addEventListener("scroll", place, { passive: true, capture: true });
+document.addEventListener("keydown", event => { if (event.key === "Escape") show(null); });
 
 // A map has one stop for the tab key; arrow keys go from unit to unit.
 const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
@@ -42,7 +46,6 @@ for (const map of document.querySelectorAll(".map")) {
     next.focus();
   });
 }
-document.addEventListener("keydown", event => { if (event.key === "Escape") hide(); });
 
 // The heading of a column sorts its table: numbers by size, the rest by letter.
 function value(row, column) {

@@ -19,6 +19,7 @@ from secateur.report.search import draw_search
 from secateur.units import KINDS, Unit, outermost
 
 REPORT = "report.html"
+LONGEST = 80  # letters of a name in a heading
 WORKLOADS = {"prefill": "a prompt", "decode": "a token", "encode": "texts", "forward": "images"}
 
 
@@ -51,6 +52,7 @@ def write_report(place: str | Path, out: str | Path | None = None) -> Path:
 def run_page(run: Run) -> str:
     """The page of a prune."""
     name = Path(run.model).name or run.model
+    name = name if len(name) <= LONGEST else name[:LONGEST] + "…"
     head = joined(
         [
             tag("p", "Pruned with Secateur", class_="eyebrow"),
