@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from secateur.report.html import Html, figure, joined, number, tag
 
@@ -211,13 +214,10 @@ def _middle(values: Sequence[float]) -> Interval:
 
 def _binned(points: Sequence[Point], across: Axis, up: Axis, bins: int) -> Html:
     wide, high = (across.end - across.start) / bins, (up.start - up.end) / (bins // 2)
-    counts: dict[tuple[int, int], int] = {}
-    for x, y in points:
-        place = (
-            min(max(int((across(x) - across.start) / wide), 0), bins - 1),
-            min(max(int((up(y) - up.end) / high), 0), bins // 2 - 1),
-        )
-        counts[place] = counts.get(place, 0) + 1
+    xs, ys = np.array(points).T
+    columns = np.clip((xs - across.low) / (across.high - across.low) * bins, 0, bins - 1).astype(int)
+    rows = np.clip((up.high - ys) / (up.high - up.low) * (bins // 2), 0, bins // 2 - 1).astype(int)
+    counts = Counter(zip(columns.tolist(), rows.tolist(), strict=True))
     most = math.log1p(max(counts.values(), default=1))
     cells = [
         tag(

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 Z = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -23,11 +25,11 @@ def t_quantile(freedom: float) -> float:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """The interval of a mean; None for fewer than two values or for one that is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
+    array = np.asarray(values, dtype=float)
+    if len(array) < 2 or not np.isfinite(array).all():
         return None
-    mean = statistics.fmean(values)
-    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    half = t_quantile(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    return float(array.mean()) - half, float(array.mean()) + half
 
 
 def share_interval(share: float, n: int) -> tuple[float, float] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def cells_of(selection: Selection) -> list[Cell]:
     for pull in selection.trace:
         key = _key(pull.unit)
         pulls[key] = pulls.get(key, 0) + 1
-        damages.setdefault(key, []).extend(pull.damages)
+        damages.setdefault(key, []).extend(map(operator.sub, pull.masked_losses, pull.base_losses))
     known = [*selection.units, *selection.scores, *(pull.unit for pull in selection.trace)]
     counts = selection.candidates or counts_by_layer(known)
     units = {_key(unit): unit for unit in known}

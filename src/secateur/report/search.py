@@ -77,7 +77,8 @@ def _step_row(selection: Selection, i: int) -> list[str]:
 
 
 def _per_unit(selection: Selection) -> Html:
-    cells = sorted((cell for cell in cells_of(selection) if cell.pulls), key=lambda cell: -cell.pulls)
+    every = cells_of(selection)
+    cells = sorted((cell for cell in every if cell.pulls), key=lambda cell: -cell.pulls)
     shown = cells[:MOST_BARS]
     words = [cell.words() for cell in shown]
     about = f"How often each of {count(len(cells), 'measured unit')} was measured, from the most often on"
@@ -89,7 +90,7 @@ def _per_unit(selection: Selection) -> Html:
         x_label="units, from the most measured on",
         y_label="measurements",
     )
-    never = len(cells_of(selection)) - len(cells)
+    never = len(every) - len(cells)
     note = "Filled: removed. " + (f"{count(never, 'unit')} were never measured. " if never > 1 else "")
     note += f"{len(cells) - len(shown):,} more have at most {shown[-1].pulls}." if len(cells) > len(shown) else ""
     rows = [[str(cell.unit), str(cell.pulls), "yes" if cell.order else ""] for cell in shown]
