@@ -1,4 +1,4 @@
-"""How long the page of a large search takes: 116 units and 50,000 pulls. Prints the time to make it and, in chromium, to open it.
+"""How long the page of a large search, 116 units and 50,000 pulls, takes to make, and to open in chromium.
 
 python benchmarks/report.py
 """
