@@ -12,7 +12,7 @@ import numpy as np
 from secateur.report.html import Html, figure, joined, number, tag
 
 WIDTH, HEIGHT = 460, 280
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46
+LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 46
 MOST_POINTS = 2000  # more are drawn as a density
 SHAPES = ("dot", "square", "triangle", "diamond", "down", "cross", "plus", "star")
 STRIP = 46  # height of a row of `strips`
@@ -127,7 +127,7 @@ def _frame(across: Axis, up: Axis, x_label: str, y_label: str, x_ticks: Sequence
 
 def _level(across: Axis, up: Axis, y: float, name: str) -> Html:
     line = tag("line", x1=across.start, x2=across.end, y1=up(y), y2=up(y), class_="level")
-    return joined([line, tag("text", name, x=across.start + 5, y=up(y) - 5, class_="name")])
+    return joined([line, tag("text", name, x=across.end, y=up(y) + 14, text_anchor="end", class_="name")])
 
 
 def _drawn(one: Series, across: Axis, up: Axis) -> Html:

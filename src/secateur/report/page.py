@@ -182,8 +182,9 @@ def _result(run: Run) -> Html:
     parts: list[object] = [table(columns, rows, caption="The model at each stage")]
     if on and judgement:
         rows = f"{judgement.dense.rows:,} rows of {on.data}, which chose nothing"
-        interval = "shares of so many rows" if run.figure in SHARES else "over batches"
-        parts.append(tag("p", f"Judged on {rows}; intervals are {interval}, those of changes are paired.", class_="note"))
+        shares = run.figure in SHARES
+        interval = "shares of so many rows" if shares else "means over batches, and changes are paired batch by batch"
+        parts.append(tag("p", f"Judged on {rows}; intervals are of {interval}.", class_="note"))
     parts.append(_trust(run))
     if run.cut and run.cut.measurement and run.cut.measurement.timings:
         parts.append(_speed(run))
