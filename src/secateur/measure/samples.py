@@ -89,7 +89,8 @@ def _continue(model: Any, prompt: Tensor, n: int, end: int | None) -> list[int]:
 
 
 def _compared(dense: nn.Module, small: nn.Module, batches: Batches, processor: Any, of: str) -> Samples:
-    names, changed, looked_at, differ = class_names(dense), [], 0, 0
+    names, looked_at, differ = class_names(dense), 0, 0
+    changed: list[Changed] = []
     for batch in batches:
         best = [predictions(model, batch).argmax(-1).tolist() for model in (dense, small)]
         labels = batch["labels"].tolist() if "labels" in batch else [None] * len(best[0])

@@ -181,10 +181,10 @@ def _result(run: Run) -> Html:
     on = run.record.judged_on if run.record else None
     parts: list[object] = [table(columns, rows, caption="The model at each stage")]
     if on and judgement:
-        rows = f"{judgement.dense.rows:,} rows of {on.data}, which chose nothing"
-        shares = run.figure in SHARES
-        interval = "shares of so many rows" if shares else "means over batches, and changes are paired batch by batch"
-        parts.append(tag("p", f"Judged on {rows}; intervals are of {interval}.", class_="note"))
+        which = f"{judgement.dense.rows:,} rows of {on.data}, which chose nothing"
+        how = "means over batches, and changes are paired batch by batch"
+        how = "shares of so many rows" if run.figure in SHARES else how
+        parts.append(tag("p", f"Judged on {which}; intervals are of {how}.", class_="note"))
     parts.append(_trust(run))
     if run.cut and run.cut.measurement and run.cut.measurement.timings:
         parts.append(_speed(run))
