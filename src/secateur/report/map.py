@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
 MOST_ROWS = 2000  # of the table
 WIDEST = 920  # of the cells of one kind, before they become as small as they may
-SMALLEST, LARGEST = 6, 28
+SMALLEST, LARGEST = 6, 26
 
 
 @dataclass(frozen=True)

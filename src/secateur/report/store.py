@@ -29,7 +29,7 @@ def store_page(folder: Path) -> str:
     records = {record.key: record for cell in cells for record in cell.records()}
     failed = [record for record in records.values() if record.status == FAILED]
     planned = len({key for cell in cells for keys in cell.keys.values() for key in keys.values()})
-    name = folder.resolve().name
+    name, looks = folder.resolve().name, _looks(cells)
     head = joined(
         [
             tag("p", "A store of Secateur's", class_="eyebrow"),
@@ -39,9 +39,9 @@ def store_page(folder: Path) -> str:
         ]
     )
     sections = [
-        ("methods", "The methods beside each other", _methods(cells)),
-        ("comparisons", "Comparisons", _comparisons(tables)),
-        ("cost", "Cost against damage", _costs(cells)),
+        ("methods", "The methods beside each other", _methods(cells, _titles(tables, cells), looks)),
+        ("comparisons", "Comparisons", _comparisons(tables, looks)),
+        ("cost", "Cost against damage", _costs(cells, looks)),
         ("failed", "Failed and missing runs", _failed(failed, planned - len(records))),
         ("tables", "Tables", _tables(tables)),
         ("origin", "Where it comes from", _origin(tables, list(records.values()))),
@@ -108,15 +108,24 @@ def _name(cell: Cell) -> str:
     return f"{cell.name}, {cell.ratio:.0%} {cell.target}, {cell.data}"
 
 
-def _look(method: str) -> int:
+def _looks(cells: Sequence[Cell]) -> dict[str, int]:
     """A colour and a shape for each method, the same in all charts; bandits have the first."""
+    present = {method for cell in cells for method in cell.runs}
     order = sorted(METHODS, key=lambda name: METHODS[name].role != BANDIT)
-    return order.index(method) % len(SHAPES) if method in order else len(SHAPES) - 1
+    known = [method for method in order if method in present]
+    return {method: i % len(SHAPES) for i, method in enumerate([*known, *sorted(present - {*known})])}
 
 
-def _methods(cells: Sequence[Cell]) -> Html:
+def _titles(tables: Sequence[Table], cells: Sequence[Cell]) -> list[str]:
+    """What each cell is about; two of the same place are told apart by their tables."""
+    names = [_name(cell) for cell in cells]
+    numbers = [next(table.number for table in tables if cell in table.cells) for cell in cells]
+    return [f"{name} (table {n})" if names.count(name) > 1 else name for name, n in zip(names, numbers, strict=True)]
+
+
+def _methods(cells: Sequence[Cell], titles: Sequence[str], looks: dict[str, int]) -> Html:
     drawn = []
-    for cell in cells:
+    for cell, title in zip(cells, titles, strict=True):
         rows, listed = [], []
         for method in sorted(cell.runs, key=lambda m: (_mean(cell, m), m)):
             values = [_scale(cell) * record.figure(cell.metric) for record in cell.valid(method).values()]
@@ -126,7 +135,7 @@ def _methods(cells: Sequence[Cell]) -> Html:
             ends = between(*interval, 3) if interval else "–"
             mean = statistics.fmean(values) if values else math.nan
             words = f"{label(method)}: {number(mean, 3)}\n95% over seeds: {ends}\n{valid}"
-            rows.append(Strip(label(method), values, mean, interval, words, _look(method), valid if not values else ""))
+            rows.append(Strip(label(method), values, mean, interval, words, looks[method], valid if not values else ""))
             pulls = cell.spread(method, "pulls")
             listed.append([label(method), number(mean, 4), ends, valid, f"{pulls.mean:,.0f}" if pulls and pulls.valid else "–"])
         what = METRICS[cell.metric]
@@ -140,10 +149,10 @@ def _methods(cells: Sequence[Cell]) -> Html:
             shown, about=about, x_label=what + (", logarithmic" if log else ""), level=None if log else (0.0, "dense"), log=log
         )
         columns = ["Method", what, "95% over seeds", "Valid", "Measurements"]
-        more = details("As a table", table(columns, listed, caption=_name(cell), sortable=True))
+        more = details("As a table", table(columns, listed, caption=title, sortable=True))
         missing = [row.name for row in rows if not row.values]
         note = f"No valid run: {', '.join(missing)}." if missing else ""
-        drawn.append(figure(_name(cell), chart, more, note=note))
+        drawn.append(figure(title, chart, more, note=note))
     note = tag(
         "p", "Small dots are seeds; the mark is their mean with its 95% interval (Student's t). Left is better.", class_="note"
     )
@@ -155,7 +164,7 @@ def _mean(cell: Cell, method: str) -> float:
     return _loss(cell, spread) if spread and spread.valid else math.inf
 
 
-def _comparisons(tables: Sequence[Table]) -> Html:
+def _comparisons(tables: Sequence[Table], looks: dict[str, int]) -> Html:
     try:
         comparisons = compare(tables)
     except MissingExtra as error:
@@ -172,7 +181,7 @@ def _comparisons(tables: Sequence[Table]) -> Html:
     )
     parts: list[object] = [tag("p", said)]
     if against:
-        parts.append(tag("div", *_difference_charts(against), class_="charts"))
+        parts.append(tag("div", *_difference_charts(against, looks), class_="charts"))
     columns = ["Bandit", "Baseline", "Where", "Pairs", "Difference", "t 95%", "p", "q"]
     parts.append(
         details(f"All {len(rows):,} comparisons as a table", table(columns, rows, caption="Comparisons", sortable=True))
@@ -192,7 +201,7 @@ def _comparison_row(c: Comparison) -> list[str]:
     return [label(c.method), label(c.baseline), _name(c.cell), f"{c.result.n}/{c.planned}", *figures]
 
 
-def _difference_charts(comparisons: Sequence[Comparison]) -> Iterable[Html]:
+def _difference_charts(comparisons: Sequence[Comparison], looks: dict[str, int]) -> Iterable[Html]:
     for task in dict.fromkeys(c.cell.task for c in comparisons):
         of_task = [c for c in comparisons if c.cell.task == task and math.isfinite(c.result.mean)]
         scale = 100 if task == "image" else 1
@@ -203,7 +212,7 @@ def _difference_charts(comparisons: Sequence[Comparison]) -> Iterable[Html]:
             gap = f"{number(c.result.mean * scale, 3, sign=True)}\n95%: {between(low, high, 3, sign=True)}"
             words = f"{label(c.method)} − {label(c.baseline)}: {gap}\n{_name(c.cell)}"
             short = f"{label(c.method).removeprefix('MAB-')} − {label(c.baseline).removeprefix('Budgeted ')}"
-            rows.append(Strip(short, (), c.result.mean * scale, interval, words, _look(c.method), c.cell.model[:22]))
+            rows.append(Strip(short, (), c.result.mean * scale, interval, words, looks[c.method], c.cell.model[:22]))
         if rows:
             what = "drop of top-1 (points)" if task == "image" else "change of perplexity (%)"
             about = f"Differences in the {what}: " + "; ".join(row.words.replace("\n", ", ") for row in rows)
@@ -212,7 +221,7 @@ def _difference_charts(comparisons: Sequence[Comparison]) -> Iterable[Html]:
             yield figure(f"Bandits against greedy and random: {what}", drawn, note=note)
 
 
-def _costs(cells: Sequence[Cell]) -> Html:
+def _costs(cells: Sequence[Cell], looks: dict[str, int]) -> Html:
     """Forward passes of each run against what its choice lost."""
     drawn = []
     for place in dict.fromkeys(cell.place for cell in cells):
@@ -228,7 +237,7 @@ def _costs(cells: Sequence[Cell]) -> Html:
                 continue
             words = [f"{label(method)}: {number(cost)} passes\nloss {number(damage, 3, sign=True)}" for cost, damage in known]
             if known:
-                series.append(Series(label(method), known, words=words, look=_look(method)))
+                series.append(Series(label(method), known, words=words, look=looks[method]))
             mean = statistics.fmean(damage for _, damage in costs)
             listed.append(
                 [
