@@ -112,10 +112,12 @@ def test_the_command_repeats_the_prune(tmp_path: Path) -> None:
 
 def test_a_repaired_or_healed_model_is_a_stage_of_its_own(tmp_path: Path) -> None:
     repair = {"form": "bias", "sentence": "Repaired.", "losses": {"none": 1.0, "bias": 0.9}}
-    healed = {"loss": 3.05, "rows": 400, "batch_losses": [3.0, 3.1], "perplexity": 21.0}
-    run = read_run(write_run(tmp_path, repair=repair, heal={"sentence": "Healed."}, healed=healed))
-    assert [stage.name for stage in run.stages] == ["dense", "zeroed", "cut, repaired and healed"]
-    assert run.stages[-1].evaluation.perplexity == 21.0
+    figures = {"loss": 3.05, "rows": 400, "batch_losses": [3.0, 3.1], "perplexity": 21.0}
+    heal = {"sentence": "Healed.", "dense": figures | {"perplexity": 19.0}}
+    run = read_run(write_run(tmp_path, repair=repair, heal=heal, unhealed=figures))
+    names = ["dense", "dense, healed alike", "zeroed", "cut and repaired", "cut, repaired and healed"]
+    assert [stage.name for stage in run.stages] == names
+    assert [stage.evaluation.perplexity for stage in run.stages] == [20.0, 19.0, 22.0, 21.0, 22.0]
     assert "--repair --repair-form bias" in run.command("out/")
 
 

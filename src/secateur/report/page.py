@@ -197,7 +197,7 @@ def _title(name: str) -> str:
 
 def _parameters(run: Run, stage: Stage) -> str:
     judgement = run.record.judgement if run.record else None
-    if stage.name == "dense" or not judgement:
+    if stage.name.startswith("dense") or not judgement:
         return f"{judgement.total_params:,}" if judgement else ""
     if stage.name == "zeroed":
         return f"{judgement.zeroed_percent:.2f}% zeroed"

@@ -86,6 +86,7 @@ class Told:
     form: str = ""
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     declined: dict[str, str] = dataclasses.field(default_factory=dict)
+    dense: Evaluation | None = None  # of a healing: the dense model after the same treatment
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ class Cut:
     heal: Told | None = None
     goal: Reached | None = None
     shrunk: Evaluation | None = None
-    repaired: Evaluation | None = None
-    healed: Evaluation | None = None
+    unhealed: Evaluation | None = None
     measurement: Measured | None = None
 
 
@@ -144,12 +144,15 @@ class Run:
         if self.record is None:
             return []
         judgement, cut = self.record.judgement, self.cut
-        found = [("dense", judgement.dense), ("zeroed", judgement.zeroed)]
+        found: list[tuple[str, Evaluation | None]] = [("dense", judgement.dense)]
+        if cut and cut.heal:
+            found.append(("dense, healed alike", cut.heal.dense))
+        found.append(("zeroed", judgement.zeroed))
         if cut:
             repaired = cut.repair is not None and cut.repair.form not in ("", "none")
-            last = "cut, repaired and healed" if cut.heal and repaired else "cut and healed" if cut.heal else ""
-            last = last or ("cut and repaired" if repaired else "cut")
-            found += [("cut and repaired", cut.repaired), (last, cut.healed or cut.shrunk)]  # type: ignore[list-item]
+            before = "cut and repaired" if repaired else "cut"
+            healed = "cut, repaired and healed" if repaired else "cut and healed"
+            found += [(before, cut.unhealed), (healed if cut.heal else before, cut.shrunk)]
         return [Stage(name, evaluation) for name, evaluation in found if evaluation]
 
     @property
