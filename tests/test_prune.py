@@ -120,7 +120,7 @@ def test_without_a_place_nothing_is_written(world: World, tmp_path: Path, monkey
 def test_with_a_place_the_files_hold_what_is_returned(world: World, tmp_path: Path) -> None:
     result = prune(world, out=tmp_path / "new" / "out")
     assert result.out == tmp_path / "new" / "out"
-    assert sorted(path.name for path in result.out.iterdir()) == FILES
+    assert sorted(path.name for path in result.out.iterdir()) == sorted([*FILES, "report.html"])
     assert sc.Selection.load(result.out / "selection.json") == result.selection
     assert json.loads((result.out / "evaluation.json").read_text()) == jsonio.to_json(result.record.to_json())
     header, *pulls = [json.loads(line) for line in (result.out / "journal.jsonl").read_text().splitlines()]

@@ -236,7 +236,7 @@ def one_sentence(caught: pytest.ExceptionInfo[Exception], *names: object) -> str
 
 PROGRESS = re.compile(
     r"(loading|reading|grouping|learning|choosing|evaluating|measuring|taking over|cutting) .*"
-    r"|(proving|repairing|healing|treating|writing) .*"
+    r"|(proving|repairing|healing|treating|writing|making) .*"
     r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
     r"|step \d+/\d+: healing, held-out divergence \d+\.\d{4} \(\d+\.\d{4} before\)"
     r"|The dense model's loss on .*"  # the weights are random
@@ -264,7 +264,7 @@ class Ran:
 
 
 Run = Callable[..., Ran]
-FILES = ["evaluation.json", "journal.jsonl", "selection.json"]  # what a prune that cuts nothing writes
+FILES = ["evaluation.json", "journal.jsonl", "selection.json"]  # what a prune that cuts nothing writes, but for its page
 FLAGS = ["--device", "cpu", *(word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value)))]
 
 

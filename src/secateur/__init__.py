@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from secateur.model.loading import Opened, load, load_shapes, open_model
     from secateur.model.zeroing import zeroed
     from secateur.prune import PruneResult, prune
+    from secateur.report.html import Picture
+    from secateur.report.map import map_of
+    from secateur.report.page import write_report
+    from secateur.report.search import curves_of
     from secateur.search.damage import DamageMeter
     from secateur.search.goals import Goal
     from secateur.search.policies import (
@@ -102,6 +106,7 @@ __all__ = [
     "ModelError",
     "Opened",
     "OutputError",
+    "Picture",
     "Plan",
     "Planner",
     "Policy",
@@ -128,6 +133,7 @@ __all__ = [
     "candidate_units",
     "choose",
     "compare_models",
+    "curves_of",
     "cut",
     "effective_parameters",
     "evaluate",
@@ -142,6 +148,7 @@ __all__ = [
     "load",
     "load_shapes",
     "load_shrunk",
+    "map_of",
     "masked_batches",
     "measure",
     "open_model",
@@ -161,6 +168,7 @@ __all__ = [
     "total_parameters",
     "unit_scores",
     "with_reference",
+    "write_report",
     "zeroed",
     "zeroed_percent",
 ]
@@ -192,6 +200,10 @@ _HOMES = {  # a module, and the public names that live in it
     "model.loading": "Opened load load_shapes open_model",
     "model.zeroing": "zeroed",
     "prune": "PruneResult prune",
+    "report.html": "Picture",
+    "report.map": "map_of",
+    "report.page": "write_report",
+    "report.search": "curves_of",
     "search.damage": "DamageMeter",
     "search.goals": "Goal",
     "search.policies": "UCB ArmStats Auto Belief Choice Greedy Heard Plan Planner Policy Request Thompson reward",

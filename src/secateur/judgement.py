@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from secateur.files import jsonio
+from secateur.files.frames import frame
+from secateur.report.html import number, picture, table, tag
 from secateur.selection import Reached, Source
 from secateur.settings import Judging, Provenance
 from secateur.units import Unit
@@ -96,6 +98,21 @@ class Judgement:
             **({"goal": self.goal.to_json()} if self.goal else {}),
         }
 
+    def _figures(self) -> list[tuple[str, float, float]]:
+        """Each figure that both have, with its values."""
+        skipped = ("rows", "batch_losses")
+        names = [name for name in Evaluation.__dataclass_fields__ if name in self.dense.figures and name not in skipped]
+        return [(name, getattr(self.dense, name), getattr(self.zeroed, name)) for name in names]
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with a row for each figure: of the dense model, of the zeroed one, and the change."""
+        return frame([{"figure": name, "dense": a, "zeroed": b, "change": b - a} for name, a, b in self._figures()])
+
+    def _repr_html_(self) -> str:
+        rows = [[name.replace("_", " "), number(a), number(b), number(b - a, 3, sign=True)] for name, a, b in self._figures()]
+        said = f"{len(self.units):,} of {self.candidates:,} units zeroed: {self.zeroed_percent:.2f}% of the parameters."
+        return picture(table(["", "dense", "zeroed", "change"], rows, caption="Judgement"), tag("p", said, class_="note")).html
+
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Judgement:
         """The judgement that a file holds; a ValueError if it holds none."""
@@ -148,3 +165,41 @@ class PruneRecord:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it lacks {error}") from error
+
+
+SAMPLES = "samples.json"
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A text from the evaluation data that both models go on with, always by the token they rate highest."""
+
+    prompt: str
+    text: str  # how the text itself goes on
+    dense: str
+    small: str
+
+
+@dataclass(frozen=True)
+class Changed:
+    """An image or a text that the small model puts into another class."""
+
+    label: str  # the right class; empty if the data have none
+    dense: str
+    small: str
+    image: str = ""  # a small JPEG as a data URL
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """samples.json: what the dense and the small model do with a few examples of the evaluation data."""
+
+    of: str  # a fingerprint of the small model
+    continued: tuple[Continued, ...] = ()
+    changed: tuple[Changed, ...] = ()
+    looked_at: int = 0  # examples whose classes were compared
+    differ: int = 0  # those of them whose class changed
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -14,14 +14,16 @@ from secateur.cut.checkpoint import check_cut, check_cut_place
 from secateur.cut.costs import goal_of
 from secateur.cut.record import CutRecord, read_record
 from secateur.data.batches import Batches, check_apart
-from secateur.errors import OutputError
+from secateur.errors import OutputError, first_line
 from secateur.files import jsonio
 from secateur.files.journal import Journal, check_same_run
 from secateur.healer import Healer, healer_of
-from secateur.judgement import Evaluation, JudgedOn, Judgement, PruneRecord
+from secateur.judgement import SAMPLES, Evaluation, JudgedOn, Judgement, PruneRecord
 from secateur.measure.judge import judge_apart
+from secateur.measure.samples import read_samples, sample
 from secateur.model.families import candidate_units
-from secateur.model.loading import Opened
+from secateur.model.loading import Opened, load_model
+from secateur.report.page import write_report
 from secateur.search.choose import provenance
 from secateur.search.goals import Goal
 from secateur.selection import Selection
@@ -41,6 +43,14 @@ class PruneResult:
     out: Path | None
     cut: CutRecord | None = None  # secateur.json, if a smaller model was written; of a series the smallest
     series: Series | None = None  # series.json, if several shares were asked for
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with a row for each candidate."""
+        return self.selection.to_frame()
+
+    def _repr_html_(self) -> str:
+        parts = (self.record.judgement, self.cut, self.selection)
+        return "".join(part._repr_html_() for part in parts if part)
 
 
 def prune(model: str, *, out: str | Path | None = None, watcher: Following = None, **settings: Any) -> PruneResult:
@@ -70,11 +80,15 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Following = Non
     healer = healer_of(opened, job, evaluation, watcher)
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
-        return PruneResult(selection, record, folder)
-    made = _Cutter(opened, calibration, evaluation, job, healer, watcher)
-    if job.shares:
-        return made.series(selection, record, folder)
-    return PruneResult(selection, record, folder, made.cut(selection, folder, record.judgement))
+        result = PruneResult(selection, record, folder)
+    else:
+        made = _Cutter(opened, calibration, evaluation, job, healer, watcher)
+        if job.shares:
+            result = made.series(selection, record, folder)
+        else:
+            result = PruneResult(selection, record, folder, made.cut(selection, folder, record.judgement))
+    _show(result, opened, evaluation, watcher)
+    return result
 
 
 @dataclass(frozen=True)
@@ -173,6 +187,28 @@ def _series(made: Sequence[CutRecord], shares: Sequence[float], dense: Evaluatio
         )
     assert made[0].goal
     return Series(made[0].goal.what, figure, tuple(cuts))
+
+
+def _show(result: PruneResult, opened: Opened, evaluation: Batches, watcher: Watcher) -> None:
+    """Write samples.json and report.html beside the other files; if that fails, it is said, and nothing else is lost."""
+    folder = result.out
+    if folder is None:
+        return
+    watcher.stage("making the report")
+    try:
+        if result.cut and not result.series:  # the models of a series are in folders of their own
+            _keep_samples(result.cut, folder, opened, evaluation)
+        write_report(folder)
+    except Exception as error:  # whatever a sample or a page runs into, the prune is finished
+        watcher.say(f"All but report.html is written: {first_line(error)} `secateur report {folder}` tries it again.")
+
+
+def _keep_samples(cut: CutRecord, folder: Path, opened: Opened, evaluation: Batches) -> None:
+    """Write what both models do with a few examples, unless an earlier start did."""
+    of = jsonio.fingerprint({name: file.sha256 for name, file in cut.files.items()})
+    if not read_samples(folder / SAMPLES, of):
+        small = load_model(str(folder), device=opened.device, dtype=opened.dtype)
+        jsonio.write(folder / SAMPLES, sample(opened.model, small, evaluation, opened.processor, of=of).to_json())
 
 
 def _chosen_and_judged(

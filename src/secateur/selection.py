@@ -17,6 +17,8 @@ from typing import Any
 
 from secateur.errors import SelectionError, SettingError, first_line
 from secateur.files import jsonio
+from secateur.files.frames import frame
+from secateur.report.map import map_of, rows_of
 from secateur.search.policies import GRADIENT_PASSES
 from secateur.settings import Provenance
 from secateur.units import Unit
@@ -121,6 +123,8 @@ class Selection:
     goal: Reached | None = None
     gradient_batches: int = 0  # batches whose gradients the search took
     passes: float = 0.0  # what the choice cost, in forward passes of one batch; partial runs count in part
+    candidates: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by kind: units in each layer; none in older files
+    estimates: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)  # by kind, layer and index: see `select`
 
     @property
     def pulls(self) -> int:
@@ -155,11 +159,20 @@ class Selection:
             "passes": self.passes,
             "calibration": self.calibration.to_json() if self.calibration else {},
             "goal": self.goal.to_json() if self.goal else {},
+            **({"candidates": self.candidates} if self.candidates else {}),
+            **({"estimates": self.estimates} if self.estimates else {}),
             "units": [unit.to_json() for unit in self.units],
             "steps": [step.to_json() for step in self.steps],
             "scores": [{**unit.to_json(), "score": score} for unit, score in self.scores.items()],
             "trace": [pull.to_json() for pull in self.trace],
         }
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with a row for each candidate: its damage with its interval, measurements, order."""
+        return frame(rows_of(self))
+
+    def _repr_html_(self) -> str:
+        return map_of(self).html
 
     def save(self, path: str | Path) -> None:
         """Write the selection as one JSON document with a line for each pull, so that line tools can read it too."""
@@ -220,6 +233,8 @@ class _Document:
     goal: dict[str, Any] = field(default_factory=dict)
     gradient_batches: int = 0
     passes: float = 0.0
+    candidates: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    estimates: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
 
 def _decoded(fields: dict[str, Any]) -> Selection:
@@ -237,4 +252,6 @@ def _decoded(fields: dict[str, Any]) -> Selection:
         goal=jsonio.decode(document.goal, Reached) if document.goal else None,
         gradient_batches=document.gradient_batches,
         passes=document.passes,
+        candidates=document.candidates,
+        estimates=document.estimates,
     )

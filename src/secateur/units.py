@@ -151,6 +151,19 @@ def _listing(unit: Unit, order: Sequence[int]) -> Unit:
     return replace(unit, channels=tuple(sorted(order[start : start + unit.width])))
 
 
+def counts_by_layer(units: Iterable[Unit]) -> dict[str, tuple[int, ...]]:
+    """For each kind, how many units each layer has: one more than the largest index there.
+
+    >>> counts_by_layer(enumerate_units([3, 3], [], target="head"))
+    {'head': (3, 3)}
+    """
+    ends: dict[str, dict[int, int]] = {}
+    for unit in units:
+        of_kind = ends.setdefault(unit.kind, {})
+        of_kind[unit.layer] = max(of_kind.get(unit.layer, 0), unit.index + 1)
+    return {kind: tuple(found.get(layer, 0) for layer in range(max(found) + 1)) for kind, found in ends.items()}
+
+
 def selectable(units: Iterable[Unit], selected: Sequence[Unit]) -> list[Unit]:
     """The units that are not inside the wholes among the selected ones."""
     gone = {(unit.layer, side) for unit in selected if unit.whole for side in KINDS[unit.kind].sides}

@@ -24,7 +24,8 @@ def test_prune_writes_k_units_of_the_target_and_what_an_evaluation_with_the_libr
     ran = run(*prune_command(world, tmp_path / "out", "--method", method, "--target", target, "--json", task=task))
     assert (ran.code, ran.complaints) == (0, [])
     searched = method in searching()
-    assert sorted(contents(tmp_path / "out")) == [name for name in FILES if searched or name != "journal.jsonl"]
+    written = [name for name in (*FILES, "report.html") if searched or name != "journal.jsonl"]
+    assert sorted(contents(tmp_path / "out")) == sorted(written)
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
     selection = sc.Selection.load(tmp_path / "out" / "selection.json")
     assert len(set(selection.units)) == len(selection.units) == K[target]

@@ -52,7 +52,16 @@ from secateur.selection import Selection
 from secateur.settings import CUTTING, DATA, MACHINE, SEARCH, Machine, make_job
 
 Dense = Annotated[str, typer.Argument(help="The dense model: a folder, a hub name, or timm:NAME.", show_default=False)]
-FILES = ("selection.json", "evaluation.json", "journal.jsonl", "series.json", "secateur.json", "README.md")
+FILES = (
+    "report.html",
+    "selection.json",
+    "evaluation.json",
+    "journal.jsonl",
+    "series.json",
+    "secateur.json",
+    "README.md",
+    "samples.json",
+)
 SHOWN = ("settings", "versions", "pulls", "forwards", "nonfinite_pulls", "goal", "units", "steps")  # of a selection
 
 
@@ -70,7 +79,8 @@ def prune(
 ) -> None:
     """The main job: choose units, evaluate the model with and without them, cut them out, and measure the smaller model.
 
-    Writes the smaller checkpoint with a model card, selection.json, evaluation.json and the journal of every measurement.
+    Writes the smaller checkpoint with a model card, report.html, selection.json, evaluation.json and the journal of every
+    measurement.
     Stopped at any moment and started again with the same command, it goes on where it was and ends with the same selection.
     """
     settings |= repair_of(repair, repair_form)

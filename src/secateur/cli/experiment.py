@@ -249,4 +249,19 @@ def figures(
     stdout.print("Written: " + ", ".join(str(path) for path in written))
 
 
-COMMANDS = (grid, compare, tables, figures)
+@takes()
+def report(
+    place: Annotated[Path, typer.Argument(help="The folder of a prune, or a store.", show_default=False, metavar="RUN|STORE")],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="The page to write. \\[default: report.html in the folder]", show_default=False),
+    ] = None,
+) -> None:
+    """One page to look at, about a prune or a store: what was removed, what it cost, how it was found. Needs no model."""
+    from secateur.report.page import write_report
+
+    written = write_report(place, out)
+    stdout.print(f"Written: {written} ({written.stat().st_size / 1000:,.0f} kB); open it in a browser.")
+
+
+COMMANDS = (grid, compare, tables, figures, report)

@@ -16,6 +16,7 @@ from secateur.errors import OutputError
 from secateur.files import jsonio
 from secateur.judgement import Evaluation, changes
 from secateur.measure.speed import Measurement, Median, Timing
+from secateur.report.html import picture, table, tag
 from secateur.selection import Reached
 from secateur.settings import UNIFORM, Provenance
 from secateur.tasks import TASKS
@@ -111,6 +112,13 @@ class CutRecord:
         if self.files:
             parts["files"] = {name: file.to_json() for name, file in self.files.items()}
         return parts
+
+    def _repr_html_(self) -> str:
+        left = f"{self.params:,} of {self.dense_params:,} parameters ({self.params / self.dense_params:.1%}) are left"
+        said = [f"{left}, without {removed(self.units)}.", f"Proved: {self.proof}."]
+        said += [str(self.repair)] if self.repair else []
+        shown = [table(*measurement_table(self.measurement), caption="Dense against small")] if self.measurement else []
+        return picture(*(tag("p", sentence) for sentence in said), *shown).html
 
 
 def read_record(folder: Path) -> CutRecord | None:

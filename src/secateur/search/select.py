@@ -28,6 +28,7 @@ from secateur.search.policies import (
     Plan,
     Planner,
     Policy,
+    Posterior,
     Request,
     Slope,
     Spent,
@@ -36,7 +37,7 @@ from secateur.search.policies import (
 )
 from secateur.selection import Pull, Selection, Step, paired_damages
 from secateur.streams import POLICY, POOLS, stream
-from secateur.units import EXPERT, Unit, n_selected
+from secateur.units import EXPERT, Unit, counts_by_layer, n_selected
 from secateur.watcher import Following, Progress, Watcher, watcher_of
 
 Asked = tuple[Unit, tuple[int, ...]]  # a pull to make: a unit, and the batches to measure it on
@@ -114,7 +115,8 @@ def select(
 
     A step may spend `pulls_per_step` pulls; a policy that plans has a budget of its own, and may choose several units in a
     step. A `goal` ends the search in place of the ratio; experts need one. A `prior` is a belief about some units before the
-    first step. The `watcher` is called after each pull and each step.
+    first step. The `watcher` is called after each pull and each step. Where the policy looked at gradients, the selection has
+    an estimate of every candidate's damage; of a selected one it is what was known when it was chosen.
 
     >>> select(DamageMeter(model, batches), candidate_units(model), policy=UCB(), ratio=0.10)
     """
@@ -152,7 +154,15 @@ def select(
                 passes.commit(pool[one.arm])
                 watcher.chosen(steps[-1], n_steps)
     looked = meter.gradient_batches if isinstance(meter, Foreteller) else 0
-    return Selection(tuple(selected), steps=tuple(steps), trace=tuple(trace), gradient_batches=looked, passes=passes.count)
+    return Selection(
+        tuple(selected),
+        steps=tuple(steps),
+        trace=tuple(trace),
+        gradient_batches=looked,
+        passes=passes.count,
+        candidates=counts_by_layer(units),
+        estimates=beliefs.estimates(units, goal) if looked else {},
+    )
 
 
 class Passes:
@@ -232,6 +242,19 @@ class Beliefs:
             new = Slope(first, slope.second / weight)
             self._known[unit] = replace(belief, slope=_merged(belief.slope, new) if belief.slope else new)
         return meter.gradient_batches - before
+
+    def estimates(self, units: Sequence[Unit], goal: Goal) -> dict[str, tuple[tuple[float, ...], ...]]:
+        """The damage to expect of each unit by all that is known, to four digits; by kind, layer and index."""
+        with np.errstate(divide="ignore", invalid="ignore"):  # gradients that are all zero foretell nothing: nan
+            means = Posterior(self.of(units), carry=1.0).means
+        known = {
+            (unit.kind, unit.layer, unit.index): float(f"{mean * goal.weight(unit):.4g}")
+            for unit, mean in zip(units, means, strict=True)
+        }
+        return {
+            kind: tuple(tuple(known.get((kind, layer, i), math.nan) for i in range(n)) for layer, n in enumerate(counts))
+            for kind, counts in counts_by_layer(units).items()
+        }
 
 
 def _merged(old: Slope, new: Slope, carry: float = 0.5) -> Slope:
