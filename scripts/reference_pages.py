@@ -24,6 +24,7 @@ from secateur.experiment.store import Record
 from secateur.judgement import Evaluation, Judgement, PruneRecord
 from secateur.selection import Pull, Reached, Selection, Source, Step
 from secateur.settings import SECTIONS
+from secateur.tasks import TASKS
 from secateur.units import Unit
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -45,6 +46,11 @@ PowerShell; `--show-completion` only prints it:
 ```
 secateur --install-completion
 ```
+"""
+
+MODELS = """A family is named by transformers' `model_type`, or by the class of timm's model. SmolLM2, Llama 1 to 3 and the like are `llama`, Pythia is `gpt_neox`,
+Qwen2.5 is `qwen2`. What a model does (next tokens, hidden tokens, classes, embeddings) follows from its head: [encoders.md](encoders.md). Sentence-transformers
+folders of these families are read too. [add-a-family.md](add-a-family.md) adds one.
 """
 
 FILES_HEAD = f"""# Files
@@ -130,6 +136,11 @@ def commands_page() -> str:
     """The page of commands as it should be."""
     group: Any = typer.main.get_command(make_app())
     parts = [COMMANDS_HEAD, "\n", table(["Command", "What it does"], [_row(name, it) for name, it in group.commands.items()])]
+    known = [
+        [title, ", ".join(f"`{name}`" for name, family in secateur.FAMILIES.items() if TASKS[family.task].inputs == data)]
+        for data, title in {"text": "Texts", "image": "Images"}.items()
+    ]
+    parts.append(f"\n## Models\n\n{MODELS}\n{table(['Data', 'Families'], known)}")
     for name, command in group.commands.items():
         needed = [param for param in command.params if param.required or param.param_type_name == "argument"]
         usage = " ".join(_usage(param) for param in needed)

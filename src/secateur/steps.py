@@ -106,7 +106,10 @@ def choose(
     table_file: Path | None = None,
     watcher: Watcher | None = None,
 ) -> Selection:
-    """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped."""
+    """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped.
+
+    >>> choose(opened, calibration, Settings("gpt2", ratio=0.1)).units
+    """
     watcher = watcher or Watcher()
     units = units_of(opened, calibration, settings, watcher) if units is None else units
     goal = goal_of(settings, opened, units, table_file, watcher)

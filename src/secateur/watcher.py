@@ -34,7 +34,13 @@ class GridProgress:
 
 
 class Watcher:
-    """Follows a run; this one does nothing. Override the methods you need."""
+    """Follows a run; this one does nothing. Override the methods you need.
+
+    >>> class Printer(Watcher):
+    ...     def chosen(self, step, n_steps):
+    ...         print(step.unit, step.damage)
+    >>> select(meter, units, policy=UCB(), ratio=0.1, watcher=Printer()).units
+    """
 
     def stage(self, name: str) -> None:
         """A stage of the run begins."""

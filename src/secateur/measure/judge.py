@@ -25,7 +25,10 @@ def judge(
     loss: Loss | None = None,
     watcher: Watcher | None = None,
 ) -> Judgement:
-    """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already."""
+    """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already.
+
+    >>> judge(model, selection, evaluation).zeroed.perplexity
+    """
     if selection.calibration and (remark := check_apart(selection.calibration, batches.source)) and watcher:
         watcher.say(remark)
     settings = selection.made_with.settings if selection.made_with else Settings("")
