@@ -34,7 +34,7 @@ lint: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(BIN)/python scripts/settings_page.py
 	$(BIN)/python scripts/reference_pages.py
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "The site is in site/: $(BIN)/python -m http.server --directory site"
 
 clean:

@@ -33,43 +33,45 @@ NOTE = "This page is written by `python scripts/reference_pages.py` from {}.\n"
 COMMANDS_HEAD = f"""# Commands
 
 {NOTE.format("the command line itself")}
-`secateur COMMAND --help` says the same in the terminal. `python -m secateur` is the command `secateur`. Results go to standard output,
-progress and errors to standard error. A command ends with 0, or with 2 and one sentence that says what is wrong and what to do, or with
-130 if it was stopped. `prune`, `select`, `shrink` and `grid` go on where they were stopped: type the same command again.
+`secateur COMMAND --help` says the same in the terminal. `python -m secateur` is the command `secateur`. Results go to
+standard output, progress and errors to standard error. A command ends with 0, or with 2 and one sentence that says what is
+wrong and what to do, or with 130 if it was stopped. `prune`, `select`, `shrink` and `grid` go on where they were stopped:
+type the same command again.
 
-`MODEL` is a folder that `save_pretrained` wrote, a hub name, or `timm:NAME` (`timm:NAME@FOLDER` takes local safetensors). Data are named as
-[data.md](data.md) says. What each setting means is in [settings.md](settings.md).
+`MODEL` is a folder that `save_pretrained` wrote, a hub name, or `timm:NAME` (`timm:NAME@FOLDER` takes local safetensors).
+Data are named as [data.md](data.md) says. What each setting means is in [settings.md](settings.md).
 
-The Tab key completes commands and options once the shell knows them. This writes it into the shell's own files, for bash, zsh, fish and
-PowerShell; `--show-completion` only prints it:
+The Tab key completes commands and options once the shell knows them. This writes it into the shell's own files, for bash,
+zsh, fish and PowerShell; `--show-completion` only prints it:
 
 ```
 secateur --install-completion
 ```
 """
 
-MODELS = """A family is named by transformers' `model_type`, or by the class of timm's model. SmolLM2, Llama 1 to 3 and the like are `llama`, Pythia is `gpt_neox`,
-Qwen2.5 is `qwen2`. What a model does (next tokens, hidden tokens, classes, embeddings) follows from its head: [encoders.md](encoders.md). Sentence-transformers
-folders of these families are read too. [add-a-family.md](add-a-family.md) adds one.
+MODELS = """A family is named by transformers' `model_type`, or by the class of timm's model. SmolLM2, Llama 1 to 3 and the
+like are `llama`, Pythia is `gpt_neox`, Qwen2.5 is `qwen2`. What a model does (next tokens, hidden tokens, classes,
+embeddings) follows from its head: [encoders.md](encoders.md). Sentence-transformers folders of these families are read too.
+[add-a-family.md](add-a-family.md) adds one.
 """
 
 FILES_HEAD = f"""# Files
 
 {NOTE.format("the classes that are written to them")}
-All files are JSON, JSON lines, Markdown, TOML or safetensors: they can be read without Secateur. Numbers that are not finite are the strings
-`"nan"`, `"inf"` and `"-inf"`. A file is written whole or not at all.
+All files are JSON, JSON lines, Markdown, TOML or safetensors: they can be read without Secateur. Numbers that are not finite
+are the strings `"nan"`, `"inf"` and `"-inf"`. A file is written whole or not at all.
 
 | File | Written by | Holds |
 | --- | --- | --- |
 | `selection.json` | `prune`, `select` | the units in the order they were chosen, the settings, and every measurement |
 | `evaluation.json` | `prune`, `evaluate -o` | the loss and the figures of the dense and the zeroed model, batch by batch |
-| `secateur.json` | `prune`, `shrink` | what was cut, the proof, the repair, the speed, and the digest of each file of the model |
-| `config.json`, `*.safetensors`, tokenizer or image processor | `prune`, `shrink` | the smaller model: [checkpoint.md](checkpoint.md) |
+| `secateur.json` | `prune`, `shrink` | what was cut, the proof, the repair, the speed, and a digest of each file |
+| `config.json`, `*.safetensors`, tokenizer files | `prune`, `shrink` | the smaller model: [checkpoint.md](checkpoint.md) |
 | `modeling_shrunk.py` | `prune`, `shrink` | the code that reads a model whose layers differ, where Secateur is not installed |
 | `README.md` | `prune`, `shrink` | the model card |
 | `journal.jsonl` | `prune`, `select` | a line for each measurement, as it happens: what a stopped run goes on from |
 | `latency.json` | `prune`, `select` with `--keep-latency` | the measured times that the goal is counted by |
-| `results.jsonl`, `plans/` | `grid` | a line for each run that ended; what the grids consist of: [experiments.md](experiments.md) |
+| `results.jsonl`, `plans/` | `grid` | a line for each run that ended; what there is to do: [experiments.md](experiments.md) |
 | a grid in TOML | you | what `grid` is to do: [experiments.md](experiments.md#a-grid-file) |
 | settings in TOML | you | what `--config` takes: [settings.md](settings.md) |
 """
@@ -100,7 +102,9 @@ WORDS = {
 }
 # Keys that are computed when the file is written.
 COMPUTED = {
-    "selection.json": ["`format`, `pulls`, `forwards` and `nonfinite_pulls` are there too; `scores` is a list of units, each with its `score`."],
+    "selection.json": [
+        "`format`, `pulls`, `forwards` and `nonfinite_pulls` are there too; `scores` is a list of units, each with its `score`."
+    ],
     "evaluation.json": ["The fields of the judgement stand beside these, not in an object of their own."],
     "secateur.json": ["`format` is there too. The proof and the repair also have a `sentence`."],
     "A line of results.jsonl": ["The fields of the judgement stand beside these, and `digest`, by which an edit is noticed."],
@@ -111,9 +115,9 @@ COMPUTED = {
 PYTHON_HEAD = f"""# Python
 
 {NOTE.format("the docstrings of the public names")}
-`import secateur as sc` gives all of these. A name is imported when it is first used, so that the import itself is quick. The package is typed.
-The examples are run by the tests, with a tiny model: `model`, `tokenizer`, `calibration` and `evaluation` (batches), `units`, `meter`,
-`selection`, `small` (the cut model) and `opened` stand for yours.
+`import secateur as sc` gives all of these. A name is imported when it is first used, so that the import itself is quick. The
+package is typed. The examples are run by the tests, with a tiny model: `model`, `tokenizer`, `calibration` and `evaluation`
+(batches), `units`, `meter`, `selection`, `small` (the cut model) and `opened` stand for yours.
 """
 ROOMS = {  # the heading of a group of public names, and the modules they live in
     "The whole job": ("prune", "steps", "forecast"),

@@ -1,7 +1,7 @@
 """What mkdocs.yml asks for: pages may link to files beside docs/, which the site then holds under `repository/`.
 
-A page says `[repair.py](../src/secateur/cut/repair.py)`, which is right for whoever reads it in the repository. The site has only
-what is in docs/, so each such file is added to it, and the link leads there.
+A page says `[repair.py](../src/secateur/cut/repair.py)`, which is right for whoever reads it in the repository. The site has
+only what is in docs/, so each such file is added to it, and the link leads there.
 """
 
 from __future__ import annotations

@@ -446,7 +446,7 @@ class Cutting(_Checked):
 @dataclass(frozen=True)
 class Machine(_Checked):
     """How the work is done; none of it changes a result.
-    >>> choose(opened, calibration, Settings("gpt2", ratio=0.1), machine=Machine(lanes=1)).units
+    >>> choose(opened, calibration, Settings("gpt2", budget="64pulls"), machine=Machine(lanes=1)).units
     """
 
     cache_memory: int | None = _setting(

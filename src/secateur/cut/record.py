@@ -55,7 +55,7 @@ class Written:
 class CutRecord:
     """What was cut and how it was proved; also its loss and its speed, if the cut was evaluated and measured.
 
-    >>> record = cut(opened, selection, "small/", calibration=calibration)
+    >>> record = cut(opened, selection, "small/", calibration=calibration, cutting=Cutting(measure=False))
     >>> record.params / record.dense_params, record.proof.difference
     """
 
