@@ -194,7 +194,7 @@ def files_page() -> str:
 def fields_of(kind: type) -> list[tuple[str, str, str]]:
     """The name, the type and the comment of each field of a dataclass."""
     lines = inspect.getsource(kind).splitlines()
-    notes = {}
+    notes: dict[str, str] = {}
     for line in lines:
         found = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
         if found:
@@ -257,11 +257,11 @@ def _first(member: Any) -> str:
 
 def signature(name: str, it: Callable[..., Any]) -> str:
     """The signature as one would type it: on one line, or with a line for each argument."""
-    parts, star = [], False
+    parts: list[str] = []
     for parameter in inspect.signature(it).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            parts, star = [*parts, "*"], True
-        mark = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        mark = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
         typed = "" if parameter.annotation is parameter.empty else f": {_type(parameter.annotation)}"
         default = "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
         parts.append(f"{mark}{parameter.name}{typed}{default}")

@@ -129,7 +129,7 @@ def check_secateur(words: list[str]) -> None:
 
 
 def _typed(context: Any, name: str) -> bool:
-    return context.get_parameter_source(name).name != "DEFAULT"
+    return bool(context.get_parameter_source(name).name != "DEFAULT")
 
 
 def check_script(words: list[str]) -> None:

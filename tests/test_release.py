@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 def ran(*command: object, **settings: Any) -> str:
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, **settings)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ class Fetched(HTMLParser):
         super().__init__()
         self.places: list[str] = []
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        for name, value in attributes:
-            leads = tag in ("a", "form") or (tag == "link" and ("rel", "canonical") in attributes)
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            leads = tag in ("a", "form") or (tag == "link" and ("rel", "canonical") in attrs)
             if name in ("src", "srcset", "href", "data", "poster") and not leads and re.match(r"(https?:)?//", value or ""):
                 self.places.append(f"{tag} {value}")
 
