@@ -96,14 +96,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
 # Commands
 
 COMMANDS = typer.main.get_command(make_app())
-FOREIGN = {
-    "ray",
-    "vllm",
-    "lm_eval",
-    "llama.cpp/build/bin/llama-cli",
-    "source",
-    "cd",
-}  # programs that are not ours, nor Python's
+FOREIGN = {"ray", "vllm", "lm_eval", "llama.cpp/build/bin/llama-cli", "source", "export"}  # programs of others
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
