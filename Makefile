@@ -4,7 +4,7 @@ BIN := .venv/bin
 MODEL := .cache/SmolLM2-135M-Instruct
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo check test fuzz lint clean
+.PHONY: install demo check test docs fuzz lint clean
 
 install: .venv/.installed
 
@@ -30,8 +30,15 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The reference pages are written from the code; then the site is built, and a warning is an error.
+docs: .venv/.installed-dev
+	$(BIN)/python scripts/settings_page.py
+	$(BIN)/python scripts/reference_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "The site is in site/: $(BIN)/python -m http.server --directory site"
+
 clean:
-	rm -rf .venv .cache demo-out
+	rm -rf .venv .cache demo-out site
 
 $(MODEL)/config.json: scripts/smollm2.py scripts/requirements-smollm2.txt | .venv/.installed-demo
 	$(BIN)/python scripts/smollm2.py $(MODEL)
@@ -48,6 +55,6 @@ $(MODEL)/config.json: scripts/smollm2.py scripts/requirements-smollm2.txt | .ven
 
 # torchao lies apart: transformers imports it wherever it is installed, and it then writes to stderr. One test asks for it.
 .venv/.installed-dev: .venv/.installed-demo
-	$(PIP) -e '.[datasets,dev,experiment,gguf,lm-eval,notebook,onnx,peft,ray,tensorboard,timm]'
+	$(PIP) -e '.[datasets,dev,docs,experiment,gguf,lm-eval,notebook,onnx,peft,ray,tensorboard,timm]'
 	$(PIP) --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@

@@ -51,10 +51,10 @@ def page() -> str:
             [f"`{name}`", _default(field.default), "yes" if name in grid_settings() else "", _help(field)]
             for name, field in fields
         ]
-        parts.append(f"\n## {section}\n\n{_table(['Setting', 'Default', 'Grid', 'What it does'], rows)}")
+        parts.append(f"\n## {section}\n\n{table(['Setting', 'Default', 'Grid', 'What it does'], rows)}")
     rows = [[f"`{name}`", row.label, _how(row), row.role, _seeds(row), row.help] for name, row in METHODS.items()]
     titles = ["Method", "In tables", "Chooses by", "Role", "Depends on the seed for", "What it does"]
-    return "".join([*parts, METHODS_HEAD, "\n", _table(titles, rows)])
+    return "".join([*parts, METHODS_HEAD, "\n", table(titles, rows)])
 
 
 def _help(field: Any) -> str:
@@ -76,7 +76,7 @@ def _seeds(row: Method) -> str:
     )
 
 
-def _table(titles: list[str], rows: list[list[str]]) -> str:
+def table(titles: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
 
 

@@ -20,7 +20,13 @@ from collections.abc import Collection, Iterator
 
 
 class SecateurError(Exception):
-    """The root: catch this to catch every error that Secateur raises on purpose."""
+    """The root: catch this to catch every error that Secateur raises on purpose.
+
+    >>> try:
+    ...     load("no/such/folder")
+    ... except SecateurError as error:
+    ...     print(error)
+    """
 
 
 class SettingError(SecateurError):

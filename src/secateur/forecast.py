@@ -38,7 +38,10 @@ REHEARSED = 16  # steps of a search that are played through; more are like them
 
 @dataclass(frozen=True)
 class Forecast:
-    """What would be done. `forwards` and `seconds` are estimates, and with a goal `removed` and `pulls` are, too."""
+    """What would be done. `forwards` and `seconds` are estimates, and with a goal `removed` and `pulls` are, too.
+
+    >>> forecast_of("gpt2", ratio=0.1, calibration="wikitext2").seconds
+    """
 
     model: str
     family: str

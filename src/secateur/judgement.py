@@ -16,7 +16,10 @@ from secateur.units import Unit
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model scores on some batches. A non-finite batch makes the loss non-finite; it is never left out."""
+    """What a model scores on some batches. A non-finite batch makes the loss non-finite; it is never left out.
+
+    >>> evaluate(model, evaluation).perplexity
+    """
 
     loss: float  # mean over all predicted tokens, or all images
     rows: int  # number of predicted tokens, or images
@@ -57,7 +60,10 @@ def changes(dense: Evaluation, zeroed: Evaluation) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The model with and without the selected units on the same batches, and what the units amount to."""
+    """The model with and without the selected units on the same batches, and what the units amount to.
+
+    >>> judge(model, selection, evaluation).changes["ppl_change_percent"]
+    """
 
     dense: Evaluation
     zeroed: Evaluation  # files call it "pruned"

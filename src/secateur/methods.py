@@ -35,7 +35,11 @@ class Look:
 @dataclass(frozen=True)
 class Method:
     """A row. It has one of three: `policy` makes the policy that measures candidates one by one, `score` names the function
-    that scores them, or `search` names the function that chooses a set of them."""
+    that scores them, or `search` names the function that chooses a set of them.
+
+    >>> METHODS["ucb"].label
+    'MAB-UCB'
+    """
 
     label: str  # in tables and figures
     help: str  # what it does, in a line

@@ -36,7 +36,11 @@ from secateur.watcher import Following, Watcher, watcher_of
 
 @dataclass(frozen=True)
 class PruneResult:
-    """The result of `prune`: the selection, the judgement, and where the files are."""
+    """The result of `prune`: the selection, the judgement, and where the files are.
+
+    >>> result = prune("gpt2", ratio=0.1, calibration="wikitext2", layout="none")
+    >>> result.selection.units, result.record.judgement.changes
+    """
 
     selection: Selection
     record: PruneRecord  # evaluation.json

@@ -52,7 +52,10 @@ def paired_damages(base_losses: Sequence[float], masked_losses: Sequence[float])
 
 @dataclass(frozen=True)
 class Pull:
-    """One paired candidate evaluation: base and masked loss on the same batches (Eq. 16-19)."""
+    """One paired candidate evaluation: base and masked loss on the same batches (Eq. 16-19).
+
+    >>> selection.trace[0].unit, selection.trace[0].damage
+    """
 
     step: int
     unit: Unit
@@ -78,7 +81,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class Step:
-    """How one unit was chosen. The mean reward and the posterior mean are the chosen unit's (section 3.7)."""
+    """How one unit was chosen. The mean reward and the posterior mean are the chosen unit's (section 3.7).
+
+    >>> [(step.unit, step.damage, step.sure) for step in selection.steps]
+    """
 
     step: int
     unit: Unit
@@ -111,7 +117,12 @@ class Reached:
 
 @dataclass(frozen=True)
 class Selection:
-    """Ordered units, the settings that led to them, and the trace of every pull."""
+    """Ordered units, the settings that led to them, and the trace of every pull.
+
+    >>> selection.save("sel.json")
+    >>> Selection.load("sel.json").units == selection.units
+    True
+    """
 
     units: tuple[Unit, ...]
     made_with: Provenance | None = None  # settings and digests; None where `select` was called directly

@@ -70,7 +70,9 @@ def needs_ratio(method: str) -> SettingError:
 
 @dataclass(frozen=True)
 class Settings(_Checked):
-    """What decides which units are chosen. The defaults are the paper's (section 4) where it names one."""
+    """What decides which units are chosen. The defaults are the paper's (section 4) where it names one.
+    >>> Settings("gpt2", target="mlp", ratio=0.05)
+    """
 
     model: str
     target: str = _setting(
@@ -341,7 +343,9 @@ class Settings(_Checked):
 
 @dataclass(frozen=True)
 class Judging(_Checked):
-    """What decides how a selection is judged."""
+    """What decides how a selection is judged.
+    >>> Judging(data="lambada", max_batches=16)
+    """
 
     data: str | None = _setting(
         None,
@@ -371,7 +375,9 @@ class Judging(_Checked):
 
 @dataclass(frozen=True)
 class Cutting(_Checked):
-    """What decides how the smaller model is made from a selection."""
+    """What decides how the smaller model is made from a selection.
+    >>> cut(opened, selection, "small/", calibration=calibration, cutting=Cutting(repair="auto", measure=False))
+    """
 
     repair: str | None = _setting(
         None,
@@ -393,7 +399,9 @@ class Cutting(_Checked):
 
 @dataclass(frozen=True)
 class Machine(_Checked):
-    """How the work is done; none of it changes a result."""
+    """How the work is done; none of it changes a result.
+    >>> choose(opened, calibration, Settings("gpt2", budget="64pulls"), machine=Machine(lanes=1)).units
+    """
 
     cache_memory: int | None = _setting(
         None,

@@ -112,7 +112,10 @@ def choose(
     table_file: Path | None = None,
     watcher: Following = None,
 ) -> Selection:
-    """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped."""
+    """The units of a model that the settings choose; `table_file` keeps the latency table of a run that may be stopped.
+
+    >>> choose(opened, calibration, Settings("gpt2", ratio=0.1, budget="64pulls")).units
+    """
     watcher = watcher_of(watcher)
     units = units_of(opened, calibration, settings, watcher) if units is None else units
     goal = goal_of(settings, opened, units, table_file, watcher)
@@ -143,7 +146,7 @@ class Chosen:
 def select_to(model: str, out: Path, *, watcher: Following = None, **settings: Any) -> Chosen:
     """Choose units of a model and write them to a file, with a journal beside it; goes on where it was stopped.
 
-    >>> select_to("gpt2", Path("sel.json"), ratio=0.1).selection.units
+    >>> select_to("gpt2", Path("sel.json"), ratio=0.1, budget="64pulls").selection.units
     """
     watcher = watcher_of(watcher)
     job = make_job(model, **settings)
@@ -287,7 +290,7 @@ def cut(
     what is known of the dense and the zeroed model. Called again after it was stopped, it goes on. A finished model whose files
     were changed is an error, or with `again` cut again.
 
-    >>> cut(open_model("gpt2"), selection, "small/", calibration=batches)
+    >>> cut(open_model("gpt2"), selection, "small/", calibration=batches, cutting=Cutting(measure=False))
     """
     watcher, cutting, folder = watcher_of(watcher), cutting or Cutting(), Path(out)
     cutting.check()
@@ -345,7 +348,7 @@ def shrink_to(
 ) -> tuple[Selection, CutRecord]:
     """Cut the units of a selection file out of a model and write the smaller one; the calibration data prove and repair it.
 
-    >>> shrink_to("gpt2", Path("sel.json"), Path("small"), repair="auto")
+    >>> shrink_to("gpt2", Path("sel.json"), Path("small"), repair="auto", measure=False)
     """
     watcher, chosen = watcher_of(watcher), Selection.load(selection)
     job = make_job(model, **shared_settings(chosen, settings))
@@ -496,7 +499,7 @@ def compare_models(
 ) -> Measurement:
     """Load two models and measure them side by side; the `options` are those of `compare`.
 
-    >>> compare_models("gpt2", "small/", repeats=15).timings[0].speedup
+    >>> compare_models("gpt2", "small/", batch_sizes=[1], repeats=3).timings[0].speedup
     """
     watcher = watcher_of(watcher)
     new_tokens, threads = options.get("new_tokens"), options.get("threads")

@@ -80,6 +80,9 @@ class Unit:
     A head is a query head; a K/V group is a K/V head with all the query heads that share it. An MLP group carries the nominal
     `width` of its partition, so that a unit alone says which channels it means; in a block with experts these are channels of
     all of them. A group that was not made by address lists its `channels`.
+
+    >>> Unit("head", layer=3, index=1).layer
+    3
     """
 
     kind: str

@@ -74,6 +74,14 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
     assert ran.out.split() == ["secateur", importlib.metadata.version("secateur")]
 
 
+def test_the_shell_completes_commands_and_options(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_SECATEUR_COMPLETE", "complete_bash")
+    for typed, found in (("secateur me", ["measure"]), ("secateur prune --calib", ["--calibration", "--calibration-size"])):
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+        assert run().out.split() == found
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_lists_each_of_its_options_once(

@@ -49,7 +49,6 @@ def make_app() -> typer.Typer:
         name="secateur",
         help="Prune attention heads and MLP channel groups of a pretrained transformer, chosen by measured damage.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

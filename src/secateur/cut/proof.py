@@ -35,7 +35,10 @@ NEW_TOKENS = {WHOLE: 64, BLOCKS: 8}  # one block at a time, each token converts 
 
 @dataclass(frozen=True)
 class Proof:
-    """How closely a cut model computes what the zeroed one does."""
+    """How closely a cut model computes what the zeroed one does.
+
+    >>> print(prove(model, selection.units, small, calibration[:2]))
+    """
 
     difference: float  # the largest difference between two logits
     scale: float  # the largest absolute logit

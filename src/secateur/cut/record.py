@@ -57,7 +57,11 @@ class Written:
 
 @dataclass(frozen=True)
 class CutRecord:
-    """What was cut and how it was proved; also its loss and its speed, if the cut was evaluated and measured."""
+    """What was cut and how it was proved; also its loss and its speed, if the cut was evaluated and measured.
+
+    >>> record = cut(opened, selection, "small/", calibration=calibration, cutting=Cutting(measure=False))
+    >>> record.params / record.dense_params, record.proof.difference
+    """
 
     key: str  # fingerprint of the units, the model, the layout, the repair and the healing
     model: str

@@ -44,7 +44,10 @@ MEMORY = 2**32  # bytes of moments in memory at the same time
 
 @dataclass(frozen=True)
 class Repair:
-    """Which forms of repair were tried, and which was kept."""
+    """Which forms of repair were tried, and which was kept.
+
+    >>> repair(model, selection.units, small, calibration).losses
+    """
 
     form: str  # "least squares", "layered", "bias", or "none" if no repair was kept
     losses: dict[str, float]  # mean loss of the held-out batches by form, including "none"

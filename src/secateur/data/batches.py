@@ -20,7 +20,10 @@ SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}  
 
 @dataclass(frozen=True)
 class Batches(Sequence[Batch]):
-    """Batches in a fixed order, with their source."""
+    """Batches in a fixed order, with their source.
+
+    >>> len(calibration), calibration.source.name, calibration.source.digest
+    """
 
     items: Sequence[Batch]
     source: Source

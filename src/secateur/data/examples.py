@@ -52,7 +52,11 @@ def masked_batches(
     documents: str | None = None,
     holdout: float | None = None,
 ) -> Batches:
-    """Texts with some tokens replaced by the mask token, by seed; only these have labels. Joined texts fill whole windows."""
+    """Texts with some tokens replaced by the mask token, by seed; only these have labels. Joined texts fill whole windows.
+
+    >>> model, tokenizer = load("bert-base-uncased")
+    >>> masked_batches("wikitext2", tokenizer, split="train", limit=64, seq_len=16, batch_size=8, seed=42)
+    """
     check_counts(limit, batch_size)
     if tokenizer.mask_token_id is None:
         raise DataError(
@@ -94,7 +98,10 @@ def example_batches(
     documents: str | None = None,
     holdout: float | None = None,
 ) -> Batches:
-    """Texts, each a row; with `classes` (names to numbers) and if every text has a label, the batches have labels too."""
+    """Texts, each a row; with `classes` (names to numbers) and if every text has a label, the batches have labels too.
+
+    >>> example_batches("wikitext2", tokenizer, split="train", limit=64, seq_len=64, batch_size=8)
+    """
     check_counts(limit, batch_size)
     if documents == JOINED:
         raise SettingError("This model takes each text by itself, so that documents cannot be joined: use --documents lines.")

@@ -53,6 +53,9 @@ def image_batches(
     model's class names (`classes`, in the order of its outputs) or by WordNet ids. Every image is read once before the batches
     are returned. `keep` holds the preprocessed images in memory, for batches used many times. Of a folder without splits,
     `holdout` keeps this share of every class for the split "test". `progress` gets the number of images read, and of all.
+
+    >>> model, preprocess = load("google/vit-base-patch16-224")
+    >>> image_batches("images/", preprocess, classes=list(model.config.id2label.values()), limit=256)
     """
     check_counts(limit, batch_size)
     root = _image_split(Path(folder), split)

@@ -104,7 +104,10 @@ def _n_classes(model: nn.Module) -> int:
 
 
 def perplexity(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """exp of the mean loss over all predicted tokens."""
+    """exp of the mean loss over all predicted tokens.
+
+    >>> perplexity(model, evaluation)
+    """
     return _exp(evaluate(model, batches).loss)
 
 

@@ -25,7 +25,10 @@ def judge(
     loss: Loss | None = None,
     watcher: Following = None,
 ) -> Judgement:
-    """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already."""
+    """Evaluate the model with and without the selected units; `dense` is the dense evaluation, if it is known already.
+
+    >>> judge(model, selection, evaluation).zeroed.perplexity
+    """
     watcher = watcher_of(watcher)
     if selection.calibration and (remark := check_apart(selection.calibration, batches.source)):
         watcher.say(remark)

@@ -133,7 +133,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Two models side by side. `measure` leaves disk and memory None; `steps.compare` fills them in."""
+    """Two models side by side. `measure` leaves disk and memory None; `steps.compare` fills them in.
+
+    >>> measure(model, small, batch_sizes=[1], repeats=3).verdicts()
+    """
 
     dense_params: int  # tied weights count once
     small_params: int
@@ -181,7 +184,7 @@ def measure(
 
     The prompt is shortened where `max_position_embeddings` leaves no room for it and the new tokens.
 
-    >>> measurement = measure(model, shrunk)
+    >>> measurement = measure(model, small, batch_sizes=[1], repeats=3)
     >>> measurement.timings[0].speedup.value, measurement.verdicts()
     """
     threads = torch.get_num_threads() if threads is None else threads

@@ -17,12 +17,19 @@ from secateur.units import EXPERT, GROUP_WIDTH, HEAD, MLP, Unit, kinds_of, n_sel
 
 
 def total_parameters(model: nn.Module) -> int:
-    """P_total, the number of parameters; tied weights count once."""
+    """P_total, the number of parameters; tied weights count once.
+
+    >>> total_parameters(load_shapes("gpt2"))
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def effective_parameters(layer: Layer, unit: Unit) -> int:
-    """P_j, the number of parameters that one unit of `layer` accounts for (Eq. 12-14)."""
+    """P_j, the number of parameters that one unit of `layer` accounts for (Eq. 12-14).
+
+    >>> from secateur.model.families import anatomy
+    >>> effective_parameters(anatomy(model)[0], Unit("head", 0, 0))
+    """
     d, total = layer.width, 0
     for part in layer.ranges(unit):
         width = len(part.channels)
@@ -43,7 +50,10 @@ def effective_parameters(layer: Layer, unit: Unit) -> int:
 
 
 def zeroed_percent(model: nn.Module, units: Iterable[Unit]) -> float:
-    """Z(S), the effective zeroed parameters as a percentage of all parameters (Eq. 15)."""
+    """Z(S), the effective zeroed parameters as a percentage of all parameters (Eq. 15).
+
+    >>> zeroed_percent(model, selection.units)
+    """
     layers = anatomy(model)
     zeroed = sum(effective_parameters(layer_of(layers, unit), unit) for unit in outermost(set(units)))
     return 100 * zeroed / total_parameters(model)

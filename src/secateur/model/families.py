@@ -25,7 +25,10 @@ SEPARATE, PACKED, PER_HEAD = "separate", "packed", "per head"
 
 @dataclass(frozen=True)
 class Family:
-    """Where a model's parts are, as dotted paths: `blocks` starts at the model, others at a block; `*` walks a list."""
+    """Where a model's parts are, as dotted paths: `blocks` starts at the model, others at a block; `*` walks a list.
+
+    >>> row = Family("text", "blocks", "attention", ("q", "k", "v"), "out", ("mlp.up",), "mlp.down")
+    """
 
     task: str  # of TASKS: what its models usually do
     blocks: str  # with the name of the model inside a model with a head, such as "bert" or "model"

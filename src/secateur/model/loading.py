@@ -60,7 +60,12 @@ def load(name: str, *, device: str = "auto", dtype: str = "float32", trust_remot
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded model, the name it was loaded by, its tokenizer or image processor, and perhaps a loss of the user's own."""
+    """A loaded model, the name it was loaded by, its tokenizer or image processor, and perhaps a loss of the user's own.
+
+    >>> opened = open_model("gpt2")
+    >>> opened.name
+    'gpt2'
+    """
 
     name: str
     model: nn.Module
@@ -82,7 +87,11 @@ class Opened:
 
 
 def open_model(name: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False) -> Opened:
-    """Load a pretrained model as `load` does, and keep it together with its name and its processor."""
+    """Load a pretrained model as `load` does, and keep it together with its name and its processor.
+
+    >>> open_model("gpt2").name
+    'gpt2'
+    """
     model, processor = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     return Opened(name, model, processor, trust_remote_code)
 
@@ -107,7 +116,10 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None, tru
 
 
 def load_shapes(name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model on the meta device: its shapes without its weights, made from a config alone."""
+    """The model on the meta device: its shapes without its weights, made from a config alone.
+
+    >>> len(candidate_units(load_shapes("gpt2"), target="both"))
+    """
     with reasons(ModelError, f"Cannot make the model {name} from its config"):
         return _load_shapes(name, trust_remote_code)
 

@@ -15,7 +15,12 @@ from secateur.units import Unit, outermost, selectable
 
 
 class Goal(Protocol):
-    """When a search ends, and how it compares units until then."""
+    """When a search ends, and how it compares units until then.
+
+    >>> from secateur.search.goals import Count
+    >>> len(select(meter, units, policy=UCB(), goal=Count(2)).units)
+    2
+    """
 
     def n_steps(self, selected: Sequence[Unit]) -> int:
         """An estimate of the number of units to select in all; equal to `len(selected)` once the goal is met."""

@@ -40,7 +40,11 @@ class Slope:
 
 @dataclass(frozen=True)
 class Belief(Moment):
-    """What is known of an arm beforehand: first of all its damage."""
+    """What is known of an arm beforehand: first of all its damage.
+
+    >>> Belief(mean=0.01, variance=0.0001, count=4).mean
+    0.01
+    """
 
     rest: Moment = Moment()  # the damage beyond the first-order term of the same batch
     slope: Slope | None = None
@@ -52,6 +56,9 @@ class Request:
 
     Each pull has batches of its own, or, with `common`, the arms share the batches of their first pulls, of their second, and
     so on.
+
+    >>> Request(arms=(0, 1, 2), pulls=2, common=True).arms
+    (0, 1, 2)
     """
 
     arms: tuple[int, ...]
@@ -64,6 +71,9 @@ class Heard:
     """What one pull measured: the paired damage of each of its batches, and the reward of their mean (Eq. 18 and 19).
 
     Where a goal counts costs, the damages are divided by what the arm costs, relative to the mean.
+
+    >>> Heard(arm=0, damages=(0.02, 0.04), reward=reward(0.03, 0.02)).damages
+    (0.02, 0.04)
     """
 
     arm: int
@@ -75,7 +85,11 @@ class Heard:
 
 @dataclass(frozen=True)
 class Choice:
-    """The arm that a policy chose, and the probability, by what it measured, that it is the right one."""
+    """The arm that a policy chose, and the probability, by what it measured, that it is the right one.
+
+    >>> Choice(arm=3, sure=0.9).arm
+    3
+    """
 
     arm: int
     sure: float | None = None  # None: there was no other arm to compare with
@@ -87,7 +101,12 @@ Conversation = Generator[Request, Sequence[Heard], Choice]
 
 
 class Policy(Protocol):
-    """A rule of search. Settings are its fields; what it learns lives in one conversation."""
+    """A rule of search. Settings are its fields; what it learns lives in one conversation.
+
+    >>> talk = Greedy().run([Belief(), Belief()], budget=2, rng=None)
+    >>> next(talk)
+    Request(arms=(0, 1), pulls=1, common=True)
+    """
 
     def pool_size(self, remaining: int, budget: int) -> int:
         """How many of the remaining candidates it wants as arms; one draw by seed takes them."""
@@ -122,7 +141,11 @@ class Spent:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a policy wants to do in one step."""
+    """What a policy wants to do in one step.
+
+    >>> Plan(units=4, pulls=32, gradient_batches=8).pulls
+    32
+    """
 
     units: int  # to choose
     pulls: int
@@ -131,7 +154,11 @@ class Plan:
 
 @runtime_checkable
 class Planner(Protocol):
-    """A policy that divides a budget of its own among the steps, may choose several units in one, and may look at gradients."""
+    """A policy that divides a budget of its own among the steps, may choose several units in one, and may look at gradients.
+
+    >>> isinstance(METHODS["auto"].policy(Settings("gpt2")), Planner)
+    True
+    """
 
     def pool_size(self, remaining: int, budget: int) -> int: ...
 
@@ -147,7 +174,11 @@ class Planner(Protocol):
 
 
 def reward(damage: float, temperature: float) -> float:
-    """Smooth bounded reward: 0.5 at no damage, towards 1 where removal helps (Eq. 19); a non-finite damage earns 0."""
+    """Smooth bounded reward: 0.5 at no damage, towards 1 where removal helps (Eq. 19); a non-finite damage earns 0.
+
+    >>> reward(0.0, temperature=0.02)
+    0.5
+    """
     if not math.isfinite(damage):
         return 0.0
     return 1 / (1 + math.exp(min(max(damage / temperature, -500.0), 500.0)))  # clipped only so that exp cannot overflow
@@ -162,7 +193,13 @@ def check_search(*, pulls_per_step: int, temperature: float) -> None:
 
 
 class ArmStats:
-    """What the pulls of one step have shown of its n arms: counts and mean rewards (Eq. 20)."""
+    """What the pulls of one step have shown of its n arms: counts and mean rewards (Eq. 20).
+
+    >>> stats = ArmStats(2)
+    >>> stats.hear([Heard(0, (0.1,), reward(0.1, 0.02)), Heard(1, (-0.1,), reward(-0.1, 0.02))])
+    >>> stats.best()
+    1
+    """
 
     def __init__(self, n_arms: int) -> None:
         self.counts = np.zeros(n_arms, dtype=np.int64)
@@ -237,7 +274,10 @@ def _check_pool(asked: int | None) -> None:
 
 @dataclass(frozen=True)
 class UCB:
-    """MAB-UCB: each arm once, then the largest mean + c * sqrt(log N / n) (Eq. 21 and 22)."""
+    """MAB-UCB: each arm once, then the largest mean + c * sqrt(log N / n) (Eq. 21 and 22).
+
+    >>> select(meter, units, policy=UCB(c=1.0), ratio=0.1).units
+    """
 
     c: float = 1.5
     pool: int | None = None
@@ -261,7 +301,10 @@ class UCB:
 
 @dataclass(frozen=True)
 class Thompson:
-    """Fractional-Beta MAB-TS: one draw an arm, the largest is pulled (Eq. 25)."""
+    """Fractional-Beta MAB-TS: one draw an arm, the largest is pulled (Eq. 25).
+
+    >>> select(meter, units, policy=Thompson(), ratio=0.1).units
+    """
 
     pool: int | None = None
 
@@ -280,7 +323,10 @@ class Thompson:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Budgeted greedy (Eq. 37): every arm of the trial set once, all on the same batches; the best one wins."""
+    """Budgeted greedy (Eq. 37): every arm of the trial set once, all on the same batches; the best one wins.
+
+    >>> select(meter, units, policy=Greedy(), ratio=0.1).units
+    """
 
     def pool_size(self, remaining: int, budget: int) -> int:
         return budget
@@ -298,6 +344,8 @@ class Auto:
     A backward pass foretells the damage of all arms at once; a measurement is exact for one arm on one batch. A posterior
     weighs both. Each round of a step measures arms on a common batch: first those of least believed damage, then those
     of which it is least clear whether they are among the best. It stops early once more pulls would hardly change the choice.
+
+    >>> select(meter, units, policy=Auto(), ratio=0.1).units
     """
 
     budget: Budget = Budget(300)

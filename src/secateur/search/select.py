@@ -81,7 +81,11 @@ class Foreteller(Protocol):
 
 @dataclass(frozen=True)
 class Screen:
-    """Consider only the `size` remaining candidates of lowest score."""
+    """Consider only the `size` remaining candidates of lowest score.
+
+    >>> screen = Screen(unit_scores("magnitude", model, units), size=4)
+    >>> select(meter, units, policy=UCB(), ratio=0.1, screen=screen).units
+    """
 
     scores: Mapping[Unit, float]
     size: int
@@ -427,6 +431,8 @@ def select_by_score(scores: Mapping[Unit, float], *, ratio: float = 0.10, goal: 
     """The units of lowest score, or with a goal of lowest score for their cost: the static methods.
 
     Ties go to the earlier unit, non-finite scores come last.
+
+    >>> select_by_score(unit_scores("magnitude", model, units), ratio=0.1).units
     """
     goal = goal or _count(ratio, list(scores))
     per_cost = {unit: score / goal.weight(unit) for unit, score in scores.items()}
