@@ -29,11 +29,11 @@ def load_batches(
     split: str,
     size: int,
     most: int = 0,
-    keep: bool | None = None,
+    keep: bool = False,
     train: bool = False,
 ) -> Batches:
-    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory, by default
-    those that choose.
+    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory, as
+    always those that choose.
 
     Where there are no labels, or the calibration data are to choose without them, the batches hold the dense model's outputs,
     unless they are there to `train` on: then these are computed as they are needed.
@@ -43,7 +43,9 @@ def load_batches(
     limit = min(size, most * batch_size) if most else size
     read = _read_texts if TASKS[task_of(model)].inputs == TEXT else _read_images
     with reasons(DataError, f"The data {name!r} ({split}) cannot be read for this model"):
-        batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep)
+        batches = read(
+            model, processor, name, settings, split=split, limit=limit, keep=keep or (split == "train" and not train)
+        )
     with (
         reasons(ModelError, f"The model cannot compute the data {name!r} ({split})"),
         torch.inference_mode(),
@@ -59,7 +61,7 @@ def load_batches(
 
 
 def _read_texts(
-    model: nn.Module, tokenizer: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool | None
+    model: nn.Module, tokenizer: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool
 ) -> Batches:
     task, batch_size = task_of(model), settings.batch_size or 1
     common: dict[str, Any] = {"split": split, "limit": limit, "batch_size": batch_size}
@@ -77,7 +79,7 @@ def _read_texts(
 
 
 def _read_images(
-    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool | None
+    model: nn.Module, processor: Any, name: str, settings: Settings, *, split: str, limit: int, keep: bool
 ) -> Batches:
     if name == BUILTIN:
         option = "--calibration" if split == "train" else "--data"
@@ -91,7 +93,7 @@ def _read_images(
         limit=limit,
         batch_size=settings.batch_size or 1,
         seed=settings.seed,
-        keep=split == "train" if keep is None else keep,
+        keep=keep,
         holdout=settings.holdout,
     )
 
