@@ -124,10 +124,11 @@ ROOMS = {  # the heading of a group of public names, and the modules they live i
     "Models": ("model.",),
     "Data": ("data.",),
     "Search": ("search.", "methods"),
-    "Cutting": ("cut.",),
+    "Cutting": ("cut.", "series"),
     "Measuring": ("measure.",),
-    "Plain data": ("selection", "judgement", "units", "settings", "files."),
-    "Following a run": ("watcher",),
+    "Plain data": ("selection", "judgement", "units", "settings", "healing", "files."),
+    "Looking": ("report.",),
+    "Following a run": ("watcher", "trackers"),
     "Errors": ("errors",),
 }
 TABLES = {  # names that are no class and no function

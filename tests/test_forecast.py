@@ -75,8 +75,9 @@ def test_a_goal_is_told_with_about_how_many_units_it_takes(goal: str, world: Wor
 
 def test_what_comes_on_top_is_named(world: World, tmp_path: Path) -> None:
     assert foretold(world).more == ()
-    cut = foretold(world, out=tmp_path / "out", **CUT | {"repair": "bias", "measure": True})
-    assert cut.more == ("cutting", "proving", "repairing", "measuring dense against small")
+    cut = foretold(world, out=tmp_path / "out", **CUT | {"repair": "bias", "measure": True, "heal": "9s"})
+    assert cut.more == ("cutting", "proving", "repairing", "healing for 9s", "measuring dense against small")
+    assert cut.settings["heal"] == "9s" and "heal" not in foretold(world).settings
     assert (cut.settings["repair"], cut.settings["measure"]) == ("bias", True)
     assert not (tmp_path / "out").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import doctest
 import functools
 import inspect
@@ -241,6 +242,12 @@ def at_hand() -> dict[str, Any]:
     return public | mine | data | {"units": units, "meter": sc.DamageMeter(opened.model, calibration), "selection": selection}
 
 
+def cut_small(given: dict[str, Any]) -> None:
+    """A cut of the reader's model, in the folder `small`."""
+    without_timing = sc.Cutting(measure=False)
+    sc.cut(given["opened"], given["selection"], "small", calibration=given["calibration"], cutting=without_timing)
+
+
 class Scored(tf.LlamaForCausalLM):  # type: ignore[misc]
     """A model of the reader's own: it gives a score for each text."""
 
@@ -259,6 +266,11 @@ def prepared(page: Path, number: int) -> dict[str, Any]:
         kind, layers = ("kv_group", 3) if page.name == "tutorial.md" else ("head", 1)  # the tutorial's layers are alike
         small = sc.shrink(opened.model, [sc.Unit(kind, layer, 0) for layer in range(layers)])
         sc.save_shrunk(small, "small", processor=opened.processor)
+    if page.name == "heal.md":
+        given = at_hand()
+        sc.cut(
+            given["opened"], given["selection"], "small", calibration=given["calibration"], cutting=sc.Cutting(measure=False)
+        )
     if page.name == "checkpoint.md":
         (page_yaml,) = blocks(page, "yaml")
         Path("tasks").mkdir()
@@ -327,8 +339,16 @@ def test_a_public_name_has_a_docstring_whose_example_runs(name: str, given: dict
     names |= {
         "meter": sc.DamageMeter(given["model"], given["calibration"], batches_per_pull=1),
         "batch": given["calibration"][0],
+        "small": copy.deepcopy(given["small"]),  # an example may heal it
         "settings": {},
     }
+    if name == "heal_to":
+        sc.cut(
+            given["opened"], given["selection"], "small", calibration=given["calibration"], cutting=sc.Cutting(measure=False)
+        )
+    if name in ("curves_of", "map_of", "write_report", "Picture"):
+        Path("out").mkdir()
+        given["selection"].save("out/selection.json")
     if name in ("evaluate_on", "shrink_to"):
         given["selection"].save("sel.json")
     if name in ("compare_models", "load_shrunk"):

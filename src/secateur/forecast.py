@@ -13,6 +13,7 @@ from secateur.checks import check_prune, check_select
 from secateur.cut.checkpoint import check_cut, check_cut_place
 from secateur.cut.costs import goal_of
 from secateur.data.batches import Batches, check_apart
+from secateur.healing import Healing
 from secateur.measure.evaluate import evaluate
 from secateur.methods import GRADIENTS, METHODS
 from secateur.model.families import candidate_units, family_of, task_of
@@ -25,7 +26,7 @@ from secateur.search.policies import GRADIENT_PASSES, Moment, Slope
 from secateur.search.scores import channel_orders, unit_scores
 from secateur.search.select import Asked, Measured, Screen, select
 from secateur.selection import Pull
-from secateur.settings import NONE, ZEROED, Cutting, Job, Judging, Machine, Settings, keywords, make_job
+from secateur.settings import GROUPS, NONE, ZEROED, Cutting, Job, Judging, Machine, Settings, keywords, make_job
 from secateur.steps import calibration_of, evaluation_of, open_job
 from secateur.streams import BATCHES, stream
 from secateur.tasks import TASKS, TEXT
@@ -320,7 +321,8 @@ def _batch_seconds(opened: Opened, evaluation: Batches) -> float:
 def _applying(opened: Opened, job: Job, n_batches: int, pool: int | None, *, judged: bool, cuts: bool) -> dict[str, Value]:
     """The settings that this job reads, with what the task and the machine decide in place of None."""
     groups = {Settings, Machine, *([Judging] if judged else []), *([Cutting] if cuts else [])}
-    parts = dict(zip((Settings, Judging, Cutting, Machine), job[:4], strict=True))
+    groups |= {Healing} if cuts and job.healing.amount else set()
+    parts = dict(zip(GROUPS, job, strict=False))  # then come what was given, and the shares
     left_out = job.settings.unused() | ({"ratio"} if job.settings.keep else set())
     if not job.settings.row.policy:
         left_out |= {"screen", "lanes", "cache_memory", "workers", "ray"}

@@ -143,7 +143,7 @@ def healer_of(opened: Opened, job: Job, evaluation: Batches | None, watcher: Wat
     at_once = replace(settings, batch_size=min(per_step, settings.batch_size or 1))
     if name != settings.calibration:
         at_once = replace(at_once, documents=None, holdout=None)  # these say how other data are cut
-    found = load_batches(opened.model, opened.processor, name, at_once, split="train", size=size, keep=False, train=True)
+    found = load_batches(opened.model, opened.processor, name, at_once, split="train", size=size, train=True)
     if isinstance(found.items, ImageItems):
         found = replace(found, items=replace(found.items, keep=len(found.source.rows) <= KEPT_IMAGES))
     if evaluation is not None:

@@ -27,7 +27,10 @@ DEFAULT_AMOUNT = "10min"  # of the command that does nothing else
 
 @dataclass(frozen=True)
 class Healing(Checked):
-    """What decides how a cut model is healed."""
+    """What decides how a cut model is healed.
+
+    >>> Healing("300steps", lora=8)
+    """
 
     amount: str | None = setting(
         None,

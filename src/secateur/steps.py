@@ -377,12 +377,12 @@ def shrink_to(
 # Heal
 
 
-def heal_to(dense: str, small: str | Path, out: Path, *, watcher: Watcher | None = None, **settings: Any) -> CutRecord:
+def heal_to(dense: str, small: str | Path, out: str | Path, *, watcher: Following = None, **settings: Any) -> CutRecord:
     """Heal a checkpoint that `prune` or `shrink` wrote, and write the healed one to another folder; goes on where it stopped.
 
-    >>> heal_to("gpt2", "small/", Path("healed"), heal="10min", calibration="wikitext2")
+    >>> heal_to("gpt2", "small/", "healed", heal="2steps", calibration="wikitext2", measure=False).heal
     """
-    watcher, source = watcher or Watcher(), Path(small)
+    watcher, source, out = watcher_of(watcher), Path(small), Path(out)
     cut = record_to_heal(source)
     job = make_job(dense, **heal_settings(cut, settings))
     check_heal(job, source, out)

@@ -99,7 +99,7 @@ class Watcher:
 class Watchers(Watcher):
     """Several watchers as one: each hears everything, in the order given.
 
-    >>> prune("gpt2", out="small/", watcher=Watchers(Log(), TensorBoard("runs/")))
+    >>> prune("gpt2", ratio=0.10, out="small/", watcher=Watchers(Watcher(), TensorBoard("runs/")))
     """
 
     def __init__(self, *watchers: Watcher) -> None:

@@ -53,7 +53,10 @@ STATE, PLAN = "state.safetensors", "plan.json"
 
 @dataclass(frozen=True)
 class Heal:
-    """What a healing did."""
+    """What a healing did.
+
+    >>> heal(model, selection.units, small, batches[:-2], held_out=batches[-2:], healing=Healing("2steps")).seen
+    """
 
     data: str
     seen: int  # tokens, or images
@@ -119,7 +122,7 @@ def heal(
     folder for what a killed healing needs to go on, of the run that `key` names; it is written every so many
     seconds.
 
-    >>> heal(model, units, small, batches[:-8], held_out=batches[-8:], healing=Healing(amount="500steps"))
+    >>> heal(model, selection.units, small, batches[:-2], held_out=batches[-2:], healing=Healing("2steps")).losses
     """
     watcher = watcher or Watcher()
     check_healable(model, batches, held_out, healing)

@@ -30,12 +30,12 @@ def load_batches(
     split: str,
     size: int,
     most: int = 0,
-    keep: bool | None = None,
+    keep: bool = False,
     train: bool = False,
     progress: Report = silent,
 ) -> Batches:
-    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory, by default
-    those that choose.
+    """Batches of the kind that the model takes: at most `most`, unless it is 0. `keep` holds images in memory, as
+    always those that choose.
 
     `progress` gets the number of images, or of batches whose outputs are computed, done and in all.
 
@@ -47,7 +47,8 @@ def load_batches(
     limit = min(size, most * batch_size) if most else size
     read = _read_texts if TASKS[task_of(model)].inputs == TEXT else _read_images
     with reasons(DataError, f"The data {name!r} ({split}) cannot be read for this model"):
-        batches = read(model, processor, name, settings, split=split, limit=limit, keep=keep, progress=progress)
+        kept = keep or (split == "train" and not train)
+        batches = read(model, processor, name, settings, split=split, limit=limit, keep=kept, progress=progress)
     with (
         reasons(ModelError, f"The model cannot compute the data {name!r} ({split})"),
         torch.inference_mode(),
@@ -70,7 +71,7 @@ def _read_texts(
     *,
     split: str,
     limit: int,
-    keep: bool | None,
+    keep: bool,
     progress: Report,
 ) -> Batches:
     task, batch_size = task_of(model), settings.batch_size or 1
@@ -96,7 +97,7 @@ def _read_images(
     *,
     split: str,
     limit: int,
-    keep: bool | None,
+    keep: bool,
     progress: Report,
 ) -> Batches:
     if name == BUILTIN:
@@ -111,7 +112,7 @@ def _read_images(
         limit=limit,
         batch_size=settings.batch_size or 1,
         seed=settings.seed,
-        keep=split == "train" if keep is None else keep,
+        keep=keep,
         holdout=settings.holdout,
         progress=progress,
     )

@@ -126,7 +126,10 @@ def _asset(name: str) -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """Something to look at: a notebook shows it, and `html` is what it shows."""
+    """Something to look at: a notebook shows it, and `html` is what it shows.
+
+    >>> len(map_of(Selection.load("out/selection.json")).html)
+    """
 
     html: str
 
