@@ -20,20 +20,8 @@ from secateur.cli.app import make_app
 from secateur.settings import keywords
 from worlds import Ran, Run, World, check_refused, contents, prune_command
 
-COMMANDS = (
-    "prune",
-    "select",
-    "shrink",
-    "heal",
-    "measure",
-    "evaluate",
-    "units",
-    "bench",
-    "grid",
-    "compare",
-    "tables",
-    "figures",
-)
+ONE_MODEL = ("prune", "select", "shrink", "heal", "measure", "evaluate", "units", "bench")
+COMMANDS = (*ONE_MODEL, "grid", "compare", "tables", "figures", "report")
 
 
 def parameters_of(command: str) -> list[Any]:
@@ -105,7 +93,7 @@ def test_the_help_of_a_command_shows_every_default_that_its_lines_name(
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = words(run(command, "--help").out)
     named = [text for parameter in parameters_of(command) for text in defaults_in(parameter.help or "")]
-    assert named or command in ("units", "compare", "tables", "figures")
+    assert named or command in ("units", "compare", "tables", "figures", "report")
     assert [text for text in named if words(text) not in shown] == []
 
 
@@ -186,6 +174,7 @@ finally:
         ("shrink x --selection nosuch.json -o y", 2),
         ("tables nosuch", 2),
         ("compare nosuch", 2),
+        ("report nosuch", 2),
     ],
 )
 def test_help_and_what_needs_no_model_come_without_tensors(command: str, code: int, tmp_path: Path) -> None:

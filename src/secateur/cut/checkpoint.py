@@ -241,8 +241,8 @@ def finished_cut(folder: Path, key: str, *, again: bool, watcher: Watcher) -> Cu
 
 def keep_record(folder: Path, record: CutRecord) -> None:
     """Rewrite secateur.json and the model card of a model that is already in the folder."""
+    jsonio.write_text(folder / CARD, model_card(record))  # first: a start after a kill sees by the record what is missing
     jsonio.write(folder / RECORD, record.to_json())
-    jsonio.write_text(folder / CARD, model_card(record))
 
 
 def _dtype_to_write(model: nn.Module, stored: torch.dtype | None) -> torch.dtype:

@@ -514,11 +514,9 @@ class _Place:
             of_parameter = run.optimiser.state.get(parameter, {})
             tensors |= {f"adam/{kind}/{name}": value for kind, value in of_parameter.items()}
         about = {"key": self.key, **asdict(run.at)}
-        path, temporary = self.folder / STATE, self.folder / f".{os.getpid()}.part"
+        path, temporary = self.folder / STATE, self.folder / f".{STATE}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*.part"):
-                leftover.unlink()  # left by a process that was killed
             save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, temporary, {"at": jsonio.dumps(about)})
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())

@@ -109,7 +109,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     All files but checkpoints and journals are written here. A symbolic link stays, and the file that it leads to is replaced.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{os.getpid()}.part")
+    temporary = target.with_name(f".{target.name[:200]}.part")  # the next start replaces what a killed one left
     try:
         refuse_special(path)
         target.parent.mkdir(parents=True, exist_ok=True)
