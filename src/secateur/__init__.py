@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from secateur.model.accounting import effective_parameters, inventory, total_parameters, zeroed_percent
     from secateur.model.families import FAMILIES, Family, candidate_units
     from secateur.model.loading import Opened, load, load_shapes, open_model
+    from secateur.model.moments import fills_of
     from secateur.model.zeroing import zeroed
     from secateur.prune import PruneResult, prune
     from secateur.report.html import Picture
@@ -139,6 +140,7 @@ __all__ = [
     "evaluate",
     "evaluate_on",
     "example_batches",
+    "fills_of",
     "forecast_of",
     "heal",
     "heal_to",
@@ -198,6 +200,7 @@ _HOMES = {  # a module, and the public names that live in it
     "model.accounting": "effective_parameters inventory total_parameters zeroed_percent",
     "model.families": "FAMILIES Family candidate_units",
     "model.loading": "Opened load load_shapes open_model",
+    "model.moments": "fills_of",
     "model.zeroing": "zeroed",
     "prune": "PruneResult prune",
     "report.html": "Picture",
