@@ -30,8 +30,7 @@ needs_onnx = pytest.mark.skipif(not all(ONNX), reason="no onnx, onnxruntime or o
 exporting = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx uses what torch.utils will lose
 
 # One of each kind of graph; the other families are built like one of these. torch.onnx has no word for experts' products.
-FAMILIES = ["gpt2", "opt", "gpt_neox", "llama", "qwen3", "gemma3_text", "vit", "swin", "timm vit"]
-FAMILIES += ["bert", "bert embeddings", "modernbert", "clip_vision_model"]
+FAMILIES = ["gpt2", "llama", "gemma3_text", "swin", "timm vit", "bert", "modernbert"]  # each of another make; an export is slow
 UNIFORM = {"gpt2": MLP, "opt": MLP, "llama": KV_GROUP, "vit": MLP}
 
 
@@ -87,7 +86,7 @@ def share(found: Tensor, expected: Tensor) -> float:
 
 # ONNX
 
-CUTS = [(name, "free") for name in FAMILIES] + [(name, "uniform") for name in UNIFORM]
+CUTS = [*((name, "free") for name in FAMILIES), ("llama", "uniform")]
 
 
 @pytest.mark.slow
@@ -174,7 +173,7 @@ def test_onnxruntime_makes_int8_of_a_cut_model_that_says_nearly_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox", "llama", "gemma2", "vit", "swin", "timm vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "swin", "timm vit"])
 def test_a_cut_model_is_compiled_as_one_graph(name: str) -> None:
     small = cut(name, "free")
     module, _ = wrapped(small)

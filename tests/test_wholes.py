@@ -308,7 +308,7 @@ def test_a_repair_finds_the_projections_of_the_blocks_that_stay(family: str, for
     small = shrink(model, units)
     assert len(anatomy(small)) == 2
     done = repair(model, units, small, tiny_batches(model, 4), form=form)
-    assert done.losses and done.projections in (0, 1, 2)
+    assert done.losses and done.projections <= len([out for layer in anatomy(small) for out in layer.outs])
 
 
 def test_the_inventory_counts_wholes() -> None:

@@ -100,10 +100,10 @@ def test_evaluate_and_shrink_take_a_file(world: World, tmp_path: Path, run: Run)
 @pytest.mark.parametrize(
     ("value", "typed", "tried"),
     [
-        (True, [], {"least squares", "bias"}),
+        (True, [], {"least squares", "layered", "bias"}),
         ("bias", [], {"bias"}),
         ("least squares", ["--repair-form", "bias"], {"bias"}),
-        (False, ["--repair"], {"least squares", "bias"}),
+        (False, ["--repair"], {"least squares", "layered", "bias"}),
     ],
     ids=["yes", "a form", "another form typed", "no, but typed"],
 )
