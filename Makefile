@@ -9,8 +9,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 install: .venv/.installed
 
 demo: $(MODEL)/config.json
-	$(BIN)/secateur prune $(MODEL) --target kv_group+mlp --keep-flops 0.9 --repair --budget 60forwards --batch-size 2 \
-		--calibration builtin --calibration-size 128 --evaluation-batches 16 -o demo-out
+	$(BIN)/secateur prune $(MODEL) --target kv_group+mlp --keep-flops 0.9 --repair --repair-form least-squares --budget 48forwards \
+		--calibration builtin --calibration-size 96 --batch-size 2 --evaluation-batches 12 -o demo-out
 
 # For daily work: the linters, and all tests but those marked slow.
 check: lint

@@ -105,8 +105,9 @@ def test_every_batch_gives_gradients_once_before_any_gives_them_again() -> None:
 # Posteriors
 
 
-def sloped(first: float, second: float, *, noise: float = 1e-6, **more: Any) -> Belief:
-    return Belief(slope=Slope(Moment(first, noise, 1), second), **more)
+def sloped(first: float, second: float, *, noise: float = 1e-6, count: float = 1000, **more: Any) -> Belief:
+    """A belief whose first-order term has this much noise left after so many examples."""
+    return Belief(slope=Slope(Moment(first, noise * count, count), second), **more)
 
 
 def test_without_evidence_the_posterior_is_what_gradients_foretell() -> None:
@@ -120,6 +121,15 @@ def test_first_order_terms_count_as_little_as_their_noise_explains_of_them() -> 
     for noise, trust in ((0.0025, 0.75), (0.02, 0.0)):  # a quarter of their square, and more than all of it
         posterior = Posterior([sloped(first, 0.2, noise=noise) for first in firsts.tolist()], carry=0.5)
         assert posterior.means - 0.2 == pytest.approx(trust * firsts, abs=0.01)
+
+
+@pytest.mark.parametrize("n", [4, 8, 40])
+def test_what_few_examples_say_by_chance_is_not_taken_for_a_slope(n: int) -> None:
+    """The slopes are 0, and noise and means are estimated from n examples each."""
+    examples = np.random.default_rng(1).normal(0, 1, (2000, n))
+    beliefs = [sloped(one.mean(), 0.2, noise=one.var(ddof=1) / n, count=n) for one in examples]
+    found = Posterior(beliefs, carry=0.5).means - 0.2
+    assert np.abs(found).mean() < 0.1 * np.abs(examples.mean(1)).mean()
 
 
 def test_measurements_outweigh_what_gradients_foretell_as_they_grow() -> None:

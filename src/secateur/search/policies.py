@@ -121,6 +121,7 @@ FORWARDS, PULLS = "forwards", "pulls"
 GRADIENT_PASSES = 3  # what a batch with gradients costs, in forward passes
 PULL_PASSES = 0.6  # what a pull of one batch costs on average: half a pass, and its share of the base run
 DRAWS = 2000  # from a posterior, for chances
+FEW = 5  # examples from which a first-order term says nothing: the ratio of its square to its noise has no variance
 
 
 @dataclass(frozen=True)
@@ -479,13 +480,20 @@ def _finite(seconds: Sequence[float]) -> Array:
 
 
 def _shrunk(firsts: Sequence[Moment]) -> tuple[Array, Array]:
-    """First-order terms, shrunk by the share of their size that the noise of the examples explains, and their variances."""
+    """First-order terms, shrunk by the share of their size that the noise of the examples explains, and their variances.
+
+    Of few examples they are nothing but noise: then all are 0.
+    """
     means = np.nan_to_num(np.array([first.mean for first in firsts]), nan=0.0, posinf=0.0, neginf=0.0)
     noise = np.nan_to_num(np.array([first.variance / first.count for first in firsts]), nan=0.0, posinf=0.0)
     if not (noise > 0).any():
         return means, np.zeros(len(means))
     signal = float(np.mean(means[noise > 0] ** 2 / noise[noise > 0]))
-    trust = max(0.0, 1 - 1 / signal) if signal > 0 else 0.0
+    n = float(np.mean([first.count for first in firsts]))
+    if n <= FEW or signal <= 0:
+        return np.zeros(len(means)), np.zeros(len(means))
+    by_chance = (n - 1) / (n - 3)  # the mean of these ratios if all were noise: that of an F distribution
+    trust = max(0.0, 1 - by_chance / signal)
     return trust * means, trust * noise
 
 
