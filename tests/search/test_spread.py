@@ -119,6 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients": {"method": "auto", "target": "mlp", "budget": "60forwards"},
     "the distance": {"method": "ts", "loss": "distance"},
     "images": {"method": "auto", "task": "image", "target": "both", "budget": "40pulls"},
+    "after repair": {"method": "auto", "target": "both", "budget": "60forwards", "damage": "repaired"},
     "stacked": {"method": "greedy", "stack": 3, "target": "both", "pulls_per_step": 9},
 }
 

@@ -156,9 +156,11 @@ class Fill(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., channels) with the targets filled in."""
-        fill = self if self.targets.device == x.device else Fill(*(one.to(x.device) for one in self))
-        given = x.index_select(-1, fill.sources).float() - fill.means
-        return x.index_copy(-1, fill.targets, (fill.offset + given @ fill.matrix).to(x.dtype))
+        given = x.index_select(-1, self.sources).float() - self.means
+        return x.index_copy(-1, self.targets, (self.offset + given @ self.matrix).to(x.dtype))
+
+    def on(self, device: torch.device) -> Fill:
+        return Fill(*(one.to(device) for one in self))
 
 
 def _on_one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,7 +192,8 @@ class Fills:
         self.places = {_projection(layer, side): (i, side) for i, layer in enumerate(layers) for side in (HEAD, MLP)}
         self._inverse, self._means = dict(inverse), means
         self._kept = {place: torch.arange(len(mean)) for place, mean in means.items()}  # channels
-        self._committed: dict[Place, Fill] = {}
+        self._device = {place: weight_of(projection).device for projection, place in self.places.items() if place in means}
+        self._committed: dict[Place, Fill] = {}  # on the devices of the projections, as runs need them
 
     @classmethod
     def of_moments(cls, layers: Sequence[Layer], moments: Mapping[Place, Moments]) -> Fills:
@@ -219,11 +222,6 @@ class Fills:
             parts[what][int(layer), side] = tensor
         return cls(layers, parts["inverse"], parts["means"])
 
-    @property
-    def bytes(self) -> int:
-        """The memory of the inverses."""
-        return sum(inverse.nbytes for inverse in self._inverse.values())
-
     @_on_one_thread
     def of(self, place: Place, channels: Sequence[int]) -> Fill:
         """The prediction of these channels from all others that stay.
@@ -234,8 +232,12 @@ class Fills:
         goes = torch.isin(kept, torch.tensor(list(channels)))
         if not goes.any():
             return self._committed[place]
+        return self._predicted(place, goes).on(self._device[place])
+
+    def _predicted(self, place: Place, goes: Tensor) -> Fill:
+        """The prediction of some kept channels from the other ones, on the CPU."""
+        kept, inverse = self._kept[place], self._inverse[place]
         targets, sources = kept[goes], kept[~goes]
-        inverse = self._inverse[place]
         matrix = -torch.linalg.solve(inverse[goes][:, goes], inverse[goes][:, ~goes]).T  # (sources, targets)
         means = self._means[place]
         return Fill(targets, sources, matrix.float(), means[sources].float(), means[targets].float())
@@ -252,17 +254,19 @@ class Fills:
             place = (unit.layer, part.side)
             if place not in self._inverse:
                 continue
-            fill, before = self.of(place, part.channels), self._committed.get(place)
-            stays = torch.isin(self._kept[place], fill.sources)
-            goes = ~stays
-            inverse = self._inverse[place]
+            goes = torch.isin(self._kept[place], torch.tensor(list(part.channels)))
+            if not goes.any():
+                continue
+            fill, before = self._predicted(place, goes), self._committed.get(place)
+            stays, inverse = ~goes, self._inverse[place]
             if stays.any():
                 update = torch.linalg.solve(inverse[goes][:, goes], inverse[goes][:, stays])
                 self._inverse[place] = inverse[stays][:, stays] - inverse[stays][:, goes] @ update
             else:
                 self._inverse[place] = inverse.new_zeros(0, 0)
             self._kept[place] = fill.sources
-            self._committed[place] = _after(before, fill, stays, goes) if before else fill
+            fill = _after(before.on(fill.matrix.device), fill, stays, goes) if before else fill
+            self._committed[place] = fill.on(self._device[place])
 
     def residuals(self, place: Place, x: Tensor, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         """What the other kept channels do not say of each group's: (..., channels of the group) of the input x."""
