@@ -213,6 +213,32 @@ def stop_at(journal: Path, lines: int, process: subprocess.Popen[str], stop: sig
     return Ran(process.returncode, out, err)
 
 
+DELETING = """
+import os, signal, time
+from secateur.cli import app
+
+class Leaving:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+
+def run(arguments):
+    leaving = Leaving()
+    del leaving
+    time.sleep(60)
+
+app._run = run
+app.main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_a_stop_is_heard_even_while_an_object_is_being_deleted() -> None:
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a shell's "&" ignores it
+    ran = subprocess.run([sys.executable, "-c", DELETING, "units"], capture_output=True, text=True, timeout=50, preexec_fn=heed)
+    assert ran.returncode == 130 and "Stopped." in ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 def test_a_run_killed_again_and_again_ends_with_the_same_bytes(world: World, tmp_path: Path, run: Run) -> None:

@@ -16,6 +16,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -76,9 +77,16 @@ def main() -> NoReturn:
         stopped.append(number)
         raise KeyboardInterrupt
 
+    def repeat(ignored: Any) -> None:
+        if not (stopped and issubclass(ignored.exc_type, KeyboardInterrupt)):
+            sys.__unraisablehook__(ignored)
+        else:  # it came while an object was being deleted, where Python drops exceptions
+            threading.Timer(0.1, os.kill, (os.getpid(), stopped[-1])).start()
+
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
+    sys.unraisablehook = repeat
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
