@@ -30,7 +30,7 @@ needs_onnx = pytest.mark.skipif(not all(ONNX), reason="no onnx, onnxruntime or o
 exporting = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx uses what torch.utils will lose
 
 # One of each kind of graph; the other families are built like one of these. torch.onnx has no word for experts' products.
-FAMILIES = ["gpt2", "llama", "gemma3_text", "swin", "timm vit", "bert", "modernbert"]  # each of another make; an export is slow
+FAMILIES = ["gpt2", "gemma3_text", "swin", "timm vit", "modernbert"]  # each of another make; an export is slow
 UNIFORM = {"gpt2": MLP, "opt": MLP, "llama": KV_GROUP, "vit": MLP}
 
 

@@ -74,8 +74,7 @@ def test_the_front_door_of_the_design_works_step_by_step(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["text", "image"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "task"), [*((method, "text") for method in METHODS), ("auto", "image"), ("wanda", "image")])
 def test_prune_finds_what_choose_and_judge_find_step_by_step(method: str, task: str, world: World) -> None:
     result = prune(world, task, method=method, target="both", group_by="address")
     opened, selection = chosen(world, task, method=method, target="both")

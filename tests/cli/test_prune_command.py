@@ -15,9 +15,14 @@ from worlds import FILES, FLAGS, SEQ_LEN, K, Run, World, check_refused, contents
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["text", "image"])
 @pytest.mark.parametrize(
-    ("method", "target"), [*((method, "both") for method in METHODS), ("auto", "head"), ("auto", "mlp"), ("ucb", "mlp")]
+    ("method", "target", "task"),
+    [
+        *((method, "both", "text") for method in METHODS),
+        *(("auto", target, "image") for target in ("head", "mlp", "both")),
+        ("ucb", "mlp", "image"),
+        ("fisher", "head", "image"),
+    ],
 )
 def test_prune_writes_k_units_of_the_target_and_what_an_evaluation_with_the_library_gives(
     method: str, target: str, task: str, world: World, tmp_path: Path, run: Run
