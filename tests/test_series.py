@@ -81,6 +81,19 @@ def test_a_series_that_was_stopped_goes_on_and_ends_the_same(world: World, tmp_p
     assert (out / "0.95" / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_a_series_that_is_stopped_after_a_model_was_written_goes_on(world: World, tmp_path: Path) -> None:
+    class Stopping(sc.Watcher):
+        def stage(self, name: str) -> None:
+            if name == "evaluating the checkpoint":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(world, tmp_path, keep_params="0.95,0.8", watcher=Stopping())
+    assert (tmp_path / "0.95" / "config.json").exists()
+    result = prune(world, tmp_path, keep_params="0.95,0.8")
+    assert result.series and [cut.name for cut in result.series.cuts] == ["dense", "0.95", "0.8"]
+
+
 def test_a_damaged_series_is_one_sentence(tmp_path: Path) -> None:
     assert read_series(tmp_path) is None
     (tmp_path / "series.json").write_text('{"what": 3}')
@@ -114,4 +127,5 @@ def test_the_command_shows_every_cut_and_names_the_files(world: World, tmp_path:
     ran = run(*prune_command(world, tmp_path / "out", *asked))
     assert ran.code == 0, ran.err
     assert all(re.search(rf"{name}\W+[\d,]+\W", ran.out) for name in ("dense", r"0\.9", r"0\.8"))
+    assert 'load_shrunk("' + str(tmp_path / "out" / "0.8") in ran.err.replace("\n", "")
     assert "series.json" in ran.out and (tmp_path / "out" / "0.9" / "config.json").exists()

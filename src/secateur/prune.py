@@ -144,8 +144,8 @@ class _Cutter:
                     loss=self.opened.loss,
                     watcher=self.watcher,
                 )
+            own.save(place / "selection.json")  # first: by it a start after a kill knows the model for this run's
             made.append(self.cut(own, place, judgement))
-            own.save(place / "selection.json")
         series = _series(made, self.job.shares, record.judgement.dense)
         jsonio.write(folder / FILE, series.to_json())
         return PruneResult(selection, record, folder, made[-1], series)

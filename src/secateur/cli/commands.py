@@ -105,7 +105,8 @@ def prune(
         show_cut(result.cut)
     stdout.print("\nFiles: " + ", ".join(str(out / name) for name in FILES if (out / name).exists()))
     if result.cut:
-        show_loading(result.cut, out, quiet=quiet)
+        place = out / (result.series.knee or result.series.cuts[-1].name) if result.series else out
+        show_loading(result.cut, place, quiet=quiet)
     else:
         show_next("secateur", "shrink", model, "--selection", out / "selection.json", "-o", out / "small", quiet=quiet)
 
