@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from secateur import half
 from secateur.errors import SettingError
-from secateur.half import SETTING, WITHOUT_AMX, prepare_half
+from secateur.half import SETTING, WITHOUT_AMX, can_multiply, prepare_half
+from secateur.model.loading import Opened, products_dtype
 from worlds import Run, World, check_refused
 
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
@@ -21,9 +23,11 @@ NOTED = "import os; os.open({path!r}, os.O_CREAT | os.O_EXCL)"  # fails if it is
 def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing has been tried yet, and nothing of it stays."""
     monkeypatch.delenv(SETTING, raising=False)
-    prepare_half.cache_clear()
+    for tried in (prepare_half, can_multiply):
+        tried.cache_clear()
     yield
-    prepare_half.cache_clear()
+    for tried in (prepare_half, can_multiply):
+        tried.cache_clear()
 
 
 def test_a_processor_that_shows_amx_and_forbids_it_is_used_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +60,27 @@ def test_a_command_in_half_precision_asks_first(world: World, run: Run, monkeypa
     command = ["evaluate", world.text_model, "--data", world.text, "--seq-len", 16, "--device", "cpu"]
     assert "SIGILL" in check_refused(run(*command, "--dtype", "bfloat16"))
     assert run(*command).code == 0
+
+
+@pytest.mark.parametrize(
+    ("native", "trial", "given", "asked", "expected"),
+    [
+        (True, "", "float32", None, "bfloat16"),
+        (True, DIES, "float32", None, "float32"),  # without a word: nobody asked for it
+        (False, "", "float32", None, "float32"),
+        (False, "", "float32", "bfloat16", "bfloat16"),
+        (True, "", "float32", "float32", "float32"),
+        (False, "", "bfloat16", None, "bfloat16"),
+    ],
+)
+def test_healing_multiplies_in_half_precision_where_that_is_fast_and_works(
+    native: bool, trial: str, given: str, asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half, "TRIAL", trial)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    opened = Opened("m", torch.nn.Linear(2, 2, dtype=getattr(torch, given)))
+    assert products_dtype(opened, asked) == expected
+    assert SETTING not in os.environ
 
 
 @pytest.mark.parametrize("dtype", half.HALF)

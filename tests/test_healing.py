@@ -42,6 +42,7 @@ def test_what_is_no_amount_is_refused(amount: str) -> None:
         ({"heal": "9steps", "heal_hidden": -1.0}, "weight of hidden states is -1.0"),
         ({"heal": "9steps", "heal_labels": float("inf")}, "weight of labels is inf"),
         ({"heal": "9steps", "heal_lora": -1}, "LoRA rank is -1"),
+        ({"heal": "9steps", "heal_dtype": "float16"}, "float16"),
         ({"heal": "9steps", "heal_size": 1}, "healing size is 1"),
     ],
 )
@@ -54,4 +55,7 @@ def test_settings_that_cannot_heal_are_refused(settings: dict[str, Any], words: 
 def test_what_decides_the_weights_is_in_the_key_and_what_does_not_is_not() -> None:
     key = Healing("9steps").to_key()
     assert Healing("9steps", dense=False, checkpointing=True).to_key() == key
-    assert all(Healing("9steps", **other).to_key() != key for other in ({"rate": 1e-3}, {"lora": 2}, {"labels": 0.5}))
+    assert all(
+        Healing("9steps", **other).to_key() != key
+        for other in ({"rate": 1e-3}, {"lora": 2}, {"labels": 0.5}, {"dtype": "bfloat16"})
+    )

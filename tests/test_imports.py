@@ -39,8 +39,8 @@ EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of 
     "search": {"plain", "files", "model", "data", "workers"},
     "rivals": {"plain", "model", "search"},  # methods.py names its functions, so that no room imports from it
     "measure": {"plain", "files", "model", "data", "search"},
-    "cut": {"plain", "files", "model", "search", "measure", "report"},
-    "job": {"plain", "files", "model", "data", "search", "measure", "cut", "report"},
+    "cut": {"plain", "files", "model", "search", "measure", "report", "workers"},  # of the workers only the team that heals
+    "job": {"plain", "files", "model", "data", "search", "measure", "cut", "report", "workers"},
     "trackers": {"plain"},  # its package brings torch along, so that it is not plain itself
     "report": {"plain", "files", "experiment"},  # files and records alone: a page is made without a model
     "experiment": {"plain", "files", "model", "data", "search", "measure", "job", "workers"},
@@ -50,12 +50,12 @@ EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of 
 WITHOUT_TENSORS = {
     *PLAIN,
     *(module for module in MODULES if module.startswith(("files.", "report."))),
-    *(f"workers.{name}" for name in ("crew", "pools")),
+    *(f"workers.{name}" for name in ("crew", "pools", "team")),
     *(f"search.{name}" for name in ("policies", "goals", "select")),
     *(f"experiment.{name}" for name in ("store", "compare", "tables", "figures", "paper", "workers")),
 }
 TENSORS = {"torch", "torchvision", "transformers", "safetensors", "timm"}
-OPTIONAL = {"timm", "peft", "datasets", "pyarrow", "gguf", "matplotlib", "pandas", "ray", "scipy", "tensorboard"}
+OPTIONAL = {"timm", "peft", "datasets", "pyarrow", "gguf", "matplotlib", "pandas", "ray", "scipy", "tensorboard", "accelerate"}
 MOST_FILES = 8  # in a folder
 
 

@@ -37,6 +37,12 @@ def prepare_half(dtype: str) -> None:
     raise SettingError(f"This processor cannot compute in {dtype}: a trial ended with {ended}. Use --dtype float32.")
 
 
+@functools.cache
+def can_multiply(dtype: str) -> bool:
+    """Whether products in a dtype work here as things are: nothing is set, so that it may be asked at any time."""
+    return not _trial(dtype, {})
+
+
 def _trial(dtype: str, setting: dict[str, str]) -> str:
     """How a process that multiplies in a dtype ended; "" if well."""
     command = [sys.executable, "-P", "-c", TRIAL.format(dtype=dtype)]  # -P: nothing is imported from the working directory

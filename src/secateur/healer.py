@@ -7,6 +7,7 @@ the healed model is written.
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from secateur.selection import Source
 from secateur.settings import Job
 from secateur.units import Unit
 from secateur.watcher import Watcher
+from secateur.workers.team import Team
 
 PLACE, BEFORE = ".healing", "before.json"
 HELD_OUT = 0.05  # of the healing batches, which judge it
@@ -49,6 +51,7 @@ class Healer:
     held_out: Sequence[Batch]
     seed: int
     evaluation: Batches | None
+    team: Team
     watcher: Watcher
 
     @property
@@ -74,6 +77,8 @@ class Healer:
         treated = copy.deepcopy(self.opened.model)
         same = replace(self, healing=replace(self.healing, amount=f"{done.steps}steps"))
         same._heal((), treated, place / "dense", first)
+        if not self.team.leads:
+            return done, before
         found = self._evaluated(treated)
         about = f"The dense model after the same treatment has the loss {found.loss:.4f} on the evaluation data."
         return replace(done, dense=found, about_dense=about), before
@@ -90,12 +95,13 @@ class Healer:
             data=self.source.name,
             state=place,
             key=key,
+            team=self.team,
             watcher=self.watcher,
         )
 
     def _before(self, small: nn.Module, place: Path, key: str) -> Evaluation | None:
         """The evaluation of the model as it comes, taken over from an earlier start if there was one."""
-        if self.evaluation is None:
+        if self.evaluation is None or not self.team.leads:
             return None
         path, key = place / BEFORE, jsonio.fingerprint([key, self.evaluation.source.digest])
         try:
@@ -132,15 +138,17 @@ class _Part(Sequence[Batch]):
         return _Part(self.batches, self.places[index]) if isinstance(index, slice) else self.batches[self.places[index]]
 
 
-def healer_of(opened: Opened, job: Job, evaluation: Batches | None, watcher: Watcher) -> Healer | None:
+def healer_of(
+    opened: Opened, job: Job, evaluation: Batches | None, watcher: Watcher, team: Team | None = None
+) -> Healer | None:
     """What heals as the job says; None if it says nothing. Data that overlap the evaluation are refused."""
-    healing, settings = job.healing, job.settings
+    healing, settings, team = job.healing, job.settings, team or Team()
     if healing.amount is None:
         return None
     watcher.stage("reading healing data")
     name, size = healing.data or settings.calibration, healing.size or 0
-    per_step = healing.batch_size or 1
-    at_once = replace(settings, batch_size=min(per_step, settings.batch_size or 1))
+    at_most = math.ceil((healing.batch_size or 1) / team.size)  # each process of a team has a part of a step
+    at_once = replace(settings, batch_size=min(at_most, settings.batch_size or 1))
     if name != settings.calibration:
         at_once = replace(at_once, documents=None, holdout=None)  # these say how other data are cut
     found = load_batches(opened.model, opened.processor, name, at_once, split="train", size=size, train=True)
@@ -160,7 +168,7 @@ def healer_of(opened: Opened, job: Job, evaluation: Batches | None, watcher: Wat
     first_held = len(found) - n_held
     batches, held_out = _Part(found, range(first_held)), _Part(found, range(first_held, len(found)))
     check_healable(opened.model, batches, held_out, healing)
-    return Healer(opened, healing, found.source, batches, held_out, settings.seed, evaluation, watcher)
+    return Healer(opened, healing, found.source, batches, held_out, settings.seed, evaluation, team, watcher)
 
 
 def forget(folder: Path) -> None:

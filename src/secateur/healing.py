@@ -22,6 +22,7 @@ UNITS = {  # what may stand after a number -> what it counts, and how many of th
     EXAMPLES: (EXAMPLES, 1),
     STEPS: (STEPS, 1),
 }
+PRECISIONS = ("float32", "bfloat16")
 DEFAULT_AMOUNT = "10min"  # of the command that does nothing else
 
 
@@ -98,6 +99,15 @@ class Healing(Checked):
         least=0,
         most=2**16,
         unset=0,
+    )
+    dtype: str | None = setting(
+        None,
+        HEALING,
+        "Precision of products, float32 or bfloat16; weights are trained in float32. [default: bfloat16 where that is fast]",
+        flag="heal_dtype",
+        words="precision of healing",
+        choices=lambda: PRECISIONS,
+        unset="",
     )
     checkpointing: bool = setting(
         False,

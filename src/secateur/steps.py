@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from secateur.measure.memory import disk_bytes, peak_memory
 from secateur.measure.speed import Measurement, check_measure, measure
 from secateur.model.accounting import zeroed_percent
 from secateur.model.families import anatomy, candidate_units, check_disjoint, check_group_width, task_of
-from secateur.model.loading import Opened, digest, load_model, open_model
+from secateur.model.loading import Opened, digest, load_model, open_model, products_dtype
 from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
@@ -45,6 +46,7 @@ from secateur.selection import Reached, Selection
 from secateur.settings import BUILTIN, FREE, LATENCY, Cutting, Job, Machine, Provenance, Settings, make_job
 from secateur.units import Unit
 from secateur.watcher import Followed, Following, Watcher, watcher_of
+from secateur.workers.team import join
 
 JUDGED_BY = ("seq_len", "batch_size", "seed", "loss", "documents", "holdout", "dtype")  # of the settings, besides the data
 NEW_TOKENS = 16  # decoded for the measurement
@@ -61,7 +63,10 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
     opened = replace(opened, loss=loss)
     check_group_width(opened.model, settings.target, settings.group_width)
     experts = any(layer.experts for layer in anatomy(opened.model))
-    return opened, job.for_task(task_of(opened.model), experts=experts)
+    job = job.for_task(task_of(opened.model), experts=experts)
+    if job.healing.amount:
+        job = job._replace(healing=replace(job.healing, dtype=products_dtype(opened, job.healing.dtype)))
+    return opened, job
 
 
 def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batches:
@@ -380,6 +385,8 @@ def shrink_to(
 def heal_to(dense: str, small: str | Path, out: str | Path, *, watcher: Following = None, **settings: Any) -> CutRecord:
     """Heal a checkpoint that `prune` or `shrink` wrote, and write the healed one to another folder; goes on where it stopped.
 
+    Of the processes that `accelerate launch` starts, all train and the first one writes.
+
     >>> heal_to("gpt2", "small/", "healed", heal="2steps", calibration="wikitext2", measure=False).heal
     """
     watcher, source, out = watcher_of(watcher), Path(small), Path(out)
@@ -387,19 +394,26 @@ def heal_to(dense: str, small: str | Path, out: str | Path, *, watcher: Followin
     job = make_job(dense, **heal_settings(cut, settings))
     check_heal(job, source, out)
     check_cut_place(out)
-    with only_writer(out):
+    team = join(job.settings.device)
+    if team.size > 1:
+        job = job._replace(settings=replace(job.settings, device=team.device))
+    with only_writer(out) if team.leads else nullcontext():
         opened, job = open_job(job, watcher)
         _check_cut_of(opened, cut, source)
         evaluation = evaluation_of(opened, job, watcher)
-        healer = healer_of(opened, job, evaluation, watcher)
+        healer = healer_of(opened, job, evaluation, watcher, team)
         assert healer is not None
         key = jsonio.fingerprint({"cut": cut.key, "heal": healer.key})
-        record = finished_cut(out, key, again=False, watcher=watcher)
+        record = team.shared(finished_cut(out, key, again=False, watcher=watcher) if team.leads else None)
         if record is None:
             model = load_model(str(small), device=opened.device, dtype=opened.dtype)
             done, before = healer(cut.units, model, out)
+            if not team.leads:
+                return replace(cut, key=key, heal=done)
             record = replace(cut, key=key, heal=done, unhealed=before, shrunk=None, measurement=None, files={})
             record, _ = save_cut(opened, model, record, out, job.cutting.max_shard_size, watcher)
+        if not team.leads:
+            return record
         record = _judged_again(record, cut, opened, evaluation, out, job, watcher)
         forget(out)
     return record

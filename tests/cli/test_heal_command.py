@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +116,31 @@ def test_images_heal_from_a_folder_with_lora(world: World, tmp_path: Path, run: 
     assert (ran.code, ran.complaints) == (0, [])
     healed = json.loads((out / "secateur.json").read_text())["heal"]
     assert healed["lora"] == 2 and healed["what"] == "images" and healed["seen"] == 12 * 16
+
+
+def launched(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in several processes, as torchrun, and accelerate launch on several GPUs, start them."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(n)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*launcher, "-m", "secateur", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_several_processes_heal_as_one_does(small: Path, world: World, tmp_path: Path, run: Run) -> None:
+    same = ["--heal-labels", "0.5", "--heal-dtype", "float32", "--batch-size", "4", "--json"]
+    alone = run(*heal_command(world, small, tmp_path / "alone", *same))
+    together = launched(2, *heal_command(world, small, tmp_path / "together", *same))
+    assert alone.code == 0 and together.returncode == 0, together.stderr
+    one, two = alone.document["heal"], json.loads(together.stdout)["heal"]  # one document: of the first process
+    assert two["seen"] == one["seen"] and two["best"] == one["best"] > 0
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert two["dense"]["loss"] == pytest.approx(one["dense"]["loss"], rel=1e-4)
+    weights = [sc.load_shrunk(tmp_path / name).state_dict() for name in ("alone", "together")]
+    assert all(torch.allclose(value, weights[1][name], atol=1e-5) for name, value in weights[0].items())
+
+
+@pytest.mark.slow
+def test_a_launcher_of_other_commands_is_told_off(world: World, tmp_path: Path) -> None:
+    ran = launched(2, *prune_command(world, tmp_path / "out", *CUT))
+    assert ran.returncode != 0 and "which has work for one" in ran.stderr and not (tmp_path / "out").exists()

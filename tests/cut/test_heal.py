@@ -174,6 +174,13 @@ def test_a_model_in_half_precision_trains_in_single_and_stays_what_it_was() -> N
         heal(model.to(torch.float16), UNITS, small, batches, held_out=held_out, healing=Healing("8steps"))
 
 
+def test_products_in_half_precision_train_weights_in_single() -> None:
+    one, single = healed("gpt2")
+    other, half = healed("gpt2", dtype="bfloat16")
+    assert half.best > 0 and {p.dtype for p in other.parameters()} == {torch.float32}
+    assert not equal(one, other) and half.losses[half.best] == pytest.approx(single.losses[single.best], rel=0.2)
+
+
 def test_the_blocks_that_are_left_learn_from_those_they_were() -> None:
     model = FAMILIES_TINY["gpt2"]()
     batches, units = tiny_batches(model, 3), [Unit(BLOCK, 1, 0)]

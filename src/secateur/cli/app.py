@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 # The rest is imported when main runs, which knows what to do if it is interrupted.
-from secateur.errors import SecateurError, first_line, out_of_memory
+from secateur.errors import SecateurError, SettingError, first_line, out_of_memory
 
 if TYPE_CHECKING:
     import typer
@@ -116,9 +116,15 @@ def _run(arguments: Sequence[str]) -> Any:
     """Run a command and return its exit code, if it has one."""
     from secateur.cli.display import stderr
     from secateur.cli.options import check_arguments, with_new_names
+    from secateur.workers.team import team_size
 
     arguments = with_new_names(arguments, stderr.print)
     check_arguments(arguments)
+    if (size := team_size()) > 1 and arguments[0] != "heal":
+        raise SettingError(
+            f"A launcher started {size} processes of secateur {arguments[0]}, which has work for one: start it alone; what "
+            "several devices share is secateur heal."
+        )
     code = make_app()(args=arguments, standalone_mode=False)
     sys.stdout.flush()
     return code

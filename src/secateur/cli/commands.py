@@ -235,13 +235,17 @@ def heal(
 ) -> None:
     """Train a cut model for a while to give what the dense one gives, and write it to another folder.
 
-    Stopped at any moment and started again with the same command, it goes on where it was.
+    Stopped at any moment and started again with the same command, it goes on where it was. On several devices: torchrun
+    --nproc-per-node 4 -m secateur heal, and the rest as here; accelerate launch does as well.
     """
     check_heal(make_job(dense, **{"heal": DEFAULT_AMOUNT, **settings}), small, out)
     from secateur.steps import heal_to
+    from secateur.workers.team import leads
 
-    with following(quiet) as watcher:
+    with following(quiet or not leads()) as watcher:
         record = heal_to(dense, small, out, watcher=watcher, **settings)
+    if not leads():
+        return
     if as_json:
         print(jsonio.dumps(without_batch_losses(record.to_json()), indent=1))
         return

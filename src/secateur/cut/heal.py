@@ -6,7 +6,8 @@ language model would decide everything (model/moments.py). A block that was remo
 
 Held-out batches judge: their divergence is taken at the beginning, now and then, and at the end, and the best weights are kept,
 those before the first step among them. A state on disk lets a healing that was killed go on to the same weights, to the bit:
-the order of the batches comes from the seed, nothing else is random, and a time becomes a number of steps once.
+the order of the batches comes from the seed, nothing else is random, and a time becomes a number of steps once. Several
+processes share the batches of a step (workers/team.py); the first alone judges and keeps the state.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from secateur.model.losses import Batch, device_of, divergence, evaluating, real
 from secateur.streams import HEALING, stream
 from secateur.units import Unit
 from secateur.watcher import HealProgress, Watcher
+from secateur.workers.team import Team
 
 CHECKS = 8  # times that the held-out batches are looked at, besides the beginning
 CLIP = 1.0  # the largest norm of a gradient
@@ -114,24 +116,32 @@ def heal(
     state: Path | None = None,
     key: str = "",
     every: float | None = None,
+    team: Team | None = None,
     watcher: Watcher | None = None,
 ) -> Heal:
     """Train `small`, which is `shrink(model, units)` or was repaired after it, to give what the dense model gives.
 
     `small` ends with the best weights by the divergence of the `held_out` batches, the first ones among them. `state` is a
     folder for what a killed healing needs to go on, of the run that `key` names; it is written every so many
-    seconds.
+    seconds. All processes of a `team` call this with the same arguments and end with the same weights, but for the best ones,
+    which only the first has.
 
     >>> heal(model, selection.units, small, batches[:-2], held_out=batches[-2:], healing=Healing("2steps")).losses
     """
-    watcher = watcher or Watcher()
+    watcher, team = watcher or Watcher(), team or Team()
     check_healable(model, batches, held_out, healing)
     pairs = _matched(model, units, small)
     with _trainable(small, healing, seed) as (parameters, trained), evaluating(model), evaluating(small):
-        run = _Run(model, small, pairs, parameters, batches, healing, seed)
-        judge = partial(_judged, run, held_out, [_reference(model, batch) for batch in held_out])
-        place = _Place(state, key) if state else None
-        n_steps = place.n_steps(run, judge) if place else _n_steps(run, judge)
+        run = _Run(model, small, pairs, parameters, batches, healing, seed, team)
+        judge, place = _never_better, None
+        if team.leads:
+            judge = partial(_judged, run, held_out, [_reference(model, batch) for batch in held_out])
+            place = _Place(state, key) if state else None
+        planned = team.shared(place.planned() if place else 0)
+        n_steps = planned or team.shared(_n_steps(run, judge))
+        if place:
+            place.start(run, n_steps)
+        _together(run)
         stopped = _train(run, n_steps, judge, place, EVERY if every is None else every, watcher)
     return Heal(
         data=data,
@@ -194,7 +204,9 @@ class _Run:
         batches: Sequence[Batch],
         healing: Healing,
         seed: int,
+        team: Team,
     ) -> None:
+        self.team = team
         self.dense, self.small, self.parameters = dense, small, parameters
         self.blocks = tuple(zip(*pairs, strict=True)) if healing.hidden and pairs else ((), ())
         self.recomputed = [block for _, block in pairs] if healing.checkpointing else []
@@ -204,10 +216,10 @@ class _Run:
         self.at = _At()
         self.best = self.copies()
         self.optimiser = self.new_optimiser()
-        half = next(dense.parameters()).dtype
+        dtype = getattr(torch, healing.dtype) if healing.dtype else next(dense.parameters()).dtype
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if half != torch.float32:
-            self.autocast = partial(torch.autocast, device_of(small).type, half)
+        if dtype != torch.float32:
+            self.autocast = partial(torch.autocast, device_of(small).type, dtype)
 
     def new_optimiser(self) -> torch.optim.AdamW:
         fused = device_of(self.small).type in ("cpu", "cuda", "mps")
@@ -222,13 +234,21 @@ class _Run:
                 parameter.copy_(values[name])
 
     def gradients(self, batches: Sequence[Batch]) -> bool:
-        """Add up the gradients of some batches; whether all of them are finite."""
+        """Add up the gradients of a step's batches, of which this process is given its own; whether all of them are finite."""
         self.optimiser.zero_grad(set_to_none=True)
+        finite = True
         for batch in batches:
-            loss = self.loss(batch) / len(batches)
-            if not bool(loss.isfinite()):
-                return False
+            loss = self.loss(batch) / self.per_step
+            finite = bool(loss.isfinite())
+            if not finite:
+                break
             loss.backward()
+        if self.team.total(0 if finite else 1):
+            return False
+        if self.team.size > 1:
+            for parameter in self.parameters.values():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.team.add(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         return bool(norm.isfinite())
 
@@ -368,14 +388,14 @@ def _train(run: _Run, n_steps: int, judge: Callable[[], float], place: _Place | 
         watcher.healed(HealProgress(at.step, n_steps, at.losses[max(at.losses)], at.losses[0]))
         while at.step < n_steps and at.skipped <= 10 + n_steps // 10:
             chosen = order[at.step * run.per_step : (at.step + 1) * run.per_step]
-            batches = [_shown(run, int(i), at.step, j) for j, i in enumerate(chosen)]
+            batches = [_shown(run, i, at.step, j) for j, i in enumerate(chosen) if j % run.team.size == run.team.rank]
             for group in run.optimiser.param_groups:
                 group["lr"] = run.rate * _schedule(at.step, n_steps)
             if run.gradients(batches):
                 run.optimiser.step()
             else:
                 at.skipped += 1
-            at.seen += sum(map(_size, batches))
+            at.seen += run.team.total(sum(map(_size, batches)))
             at.step += 1
             if at.step in checked:
                 at.losses[at.step] = judge()
@@ -432,6 +452,24 @@ def _reference(model: nn.Module, batch: Batch) -> Tensor:
         return reference_of(model, batch)
 
 
+def _never_better() -> float:
+    """How a process that does not lead judges."""
+    return math.inf
+
+
+def _together(run: _Run) -> None:
+    """Let all processes of a team begin where the first one is."""
+    team, run.at = run.team, run.team.shared(run.at)
+    if team.size == 1 or not run.at.step:
+        return
+    for parameter in run.parameters.values():
+        moments = run.optimiser.state[parameter]
+        if not team.leads:
+            moments["step"] = torch.zeros((), device=parameter.device)
+            moments |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        team.copy([parameter.data, *(moments[name] for name in ("step", "exp_avg", "exp_avg_sq"))])
+
+
 def _judged(run: _Run, batches: Sequence[Batch], references: Sequence[Tensor]) -> float:
     """The mean of the loss over the held-out batches, without that of the hidden states."""
     with torch.no_grad(), run.autocast():
@@ -454,7 +492,8 @@ def _n_steps(run: _Run, judge: Callable[[], float]) -> int:
     ticks = []
     for i in range(TRIALS + 1):
         start = time.perf_counter()
-        run.gradients([_shown(run, (i + j) % len(run.batches), i, j) for j in range(run.per_step)])
+        mine = range(run.team.rank, run.per_step, run.team.size)
+        run.gradients([_shown(run, (i + j) % len(run.batches), i, j) for j in mine])
         run.optimiser.step()
         ticks.append(time.perf_counter() - start)
     run.optimiser.zero_grad(set_to_none=True)
@@ -490,8 +529,8 @@ class _Place:
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
 
-    def n_steps(self, run: _Run, judge: Callable[[], float]) -> int:
-        """How many steps this healing has, found out once; `run` goes on from the state that is here, if there is one."""
+    def planned(self) -> int:
+        """How many steps this healing has, if it was found out already; else 0."""
         plan = self.folder / PLAN
         try:
             fields = jsonio.read(plan) if plan.exists() else {}
@@ -500,11 +539,12 @@ class _Place:
             raise self._damaged(plan) from error
         if key != self.key:
             raise OutputError(f"{self.folder} holds the state of another healing; delete it, or choose another place with -o.")
-        if not n_steps:
-            n_steps = _n_steps(run, judge)
-            jsonio.write(plan, {"key": self.key, "steps": n_steps})
-        self._read(run)
         return n_steps
+
+    def start(self, run: _Run, n_steps: int) -> None:
+        """Keep the number of steps; `run` goes on from the state that is here, if there is one."""
+        jsonio.write(self.folder / PLAN, {"key": self.key, "steps": n_steps})
+        self._read(run)
 
     def write(self, run: _Run) -> None:
         """Write the state, whole or not at all."""

@@ -30,7 +30,7 @@ from secateur.errors import MissingExtra, ModelError, SecateurError, SettingErro
 from secateur.files import jsonio
 from secateur.files.sentences import sentence_modules, sentence_pooling
 from secateur.files.weights import shards_of
-from secateur.half import prepare_half
+from secateur.half import can_multiply, prepare_half
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
 from secateur.tasks import TASKS, TEXT
@@ -198,6 +198,20 @@ def resolve_device(device: str, dtype: str | None = None) -> torch.device:
     if dtype is not None and resolved.type == "cpu":
         prepare_half(dtype)
     return resolved
+
+
+def products_dtype(opened: Opened, asked: str | None) -> str:
+    """The precision of a training's products: as asked, or bfloat16 where the device is faster in it, or that of the model."""
+    kind, given = opened.device.partition(":")[0], str(next(opened.model.parameters()).dtype).removeprefix("torch.")
+    if asked and kind == "cpu":
+        prepare_half(asked)
+    if asked or given != "float32":
+        return asked or given
+    if kind == "cpu":
+        fast = torch.cpu._is_avx512_bf16_supported() and can_multiply("bfloat16")
+    else:
+        fast = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if fast else given
 
 
 _mended: list[torch.library.Library] = []
