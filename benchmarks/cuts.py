@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -25,15 +26,15 @@ DATA = Path(os.environ.get("SECATEUR_DATA", ROOT.parent / "shared" / "data"))
 SMOLLM2: dict[str, Any] = {
     "model": str(ROOT / ".cache" / "SmolLM2-135M-Instruct"),
     "calibration": str(DATA / "wikitext2"),
-    "calibration_size": 256,
-    "evaluation_batches": 24,
-    "budget": "120forwards",
+    "calibration_size": 192,
+    "evaluation_batches": 16,
+    "budget": "80forwards",
 }
 DEIT: dict[str, Any] = {
     "model": str(DATA / "deit-tiny"),
     "calibration": str(DATA / "imagenette"),
     "evaluation_size": 1000,
-    "budget": "150forwards",
+    "budget": "100forwards",
 }
 CUTS: dict[str, dict[str, Any]] = {
     "deit-flops80": DEIT | {"target": "both", "keep_flops": 0.8},
@@ -48,6 +49,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what is left out, or put in
     "Fisher for the search": {"method": "fisher", "budget": None, "group_by": "activation"},
     "whole sub-layers as well": {"wholes": True},
 }
+SAME_SEARCH = "repair all at once"  # as in "all"
 WHOLES = {"both": "head+mlp+attention+mlp_layer", "kv_group+mlp": "kv_group+mlp+attention+mlp_layer"}
 
 
@@ -55,18 +57,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="cuts whose name has this in it")
-    parser.add_argument("--without", default="", help="variants whose name has this in it")
+    parser.add_argument("--without", default="", help="variants, by parts of their names with commas between")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the searches")
     parser.add_argument("--measure", action="store_true")
     given = parser.parse_args()
     costs, wins = [], []
     for name, settings in CUTS.items():
         for variant, change in WITHOUT.items():
-            if given.only not in name or given.without not in variant:
+            if given.only not in name or not any(part in variant for part in given.without.split(",")):
                 continue
             found = []
             for seed in map(int, given.seeds.split(",")):
                 out = given.out / f"{name} {variant} {seed}".replace(" ", "-")
+                if variant == SAME_SEARCH:
+                    _take_over(given.out / f"{name}-all-{seed}", out)
                 record = _cut(settings | change | {"seed": seed}, out, measuring=given.measure)
                 found.append(record)
                 print(out.name, _figures(record), flush=True)
@@ -88,6 +92,14 @@ def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> CutRecord:
     result = prune(**{name: value for name, value in asked.items() if value is not None}, out=out, measure=measuring)
     assert result.cut
     return result.cut
+
+
+def _take_over(searched: Path, out: Path) -> None:
+    """Let a cut begin with what another one has chosen and evaluated."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("journal.jsonl", "selection.json", "evaluation.json"):
+        if (searched / name).exists() and not (out / name).exists():
+            shutil.copyfile(searched / name, out / name)
 
 
 def _figures(record: CutRecord) -> list[float]:

@@ -7,6 +7,10 @@ chose nothing. Both peers are from the Python registry, and best kept apart:
 
     pip install --no-deps --target peers torch-pruning==1.6.1 optipfair==0.4.2
     PYTHONPATH=peers python benchmarks/peers.py --image-model DEIT --images IMAGENETTE --text-model SMOLLM2 --texts WIKITEXT2
+
+With --keep-flops 0.8 --out FOLDER whole cuts are compared instead: the peer's, of as many MLP channels as leave that share of
+the FLOPs, and those of `secateur prune` by its own search and by the rules of LLM-Pruner and ZipLM, from the same batches,
+before and after repair. FOLDER keeps the checkpoints; started again it goes on.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 import secateur as sc
@@ -26,8 +32,9 @@ from secateur.measure.evaluate import evaluate
 from secateur.methods import METHODS
 from secateur.model.accounting import total_parameters, zeroed_percent
 from secateur.model.families import anatomy, candidate_units
+from secateur.model.flops import count
 from secateur.model.loading import mend_torchvision
-from secateur.model.losses import Batch, batch_loss
+from secateur.model.losses import Batch, batch_loss, outputs
 from secateur.model.zeroing import zeroed
 from secateur.search.goals import Count
 from secateur.search.scores import unit_scores, unit_set
@@ -46,7 +53,12 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.1, help="of the MLP channels; 0.1 is a tenth")
     parser.add_argument("--batches", type=int, default=8, help="calibration batches")
     parser.add_argument("--evaluation", type=int, default=160, help="texts or images that judge")
+    parser.add_argument("--keep-flops", type=float, help="compare cuts that leave this share of the FLOPs")
+    parser.add_argument("--out", type=Path, help="a folder for these cuts")
+    parser.add_argument("--budget", default="80forwards", help="of the search for these cuts")
     given = parser.parse_args()
+    if (given.keep_flops is None) != (given.out is None):
+        parser.error("--keep-flops and --out go together")
     for name, registry, peer, model, data in (
         ("OptiPFair", "optipfair", optipfair_cut, given.text_model, given.texts),
         ("Torch-Pruning", "torch-pruning", torch_pruning_cut, given.image_model, given.images),
@@ -59,7 +71,48 @@ def main() -> None:
         except ImportError:
             print(f"{name} is not installed: pip install --no-deps --target peers {registry}, then PYTHONPATH=peers.")
             continue
-        compare(f"{name} {version(registry)}", package, peer, model, data, given)
+        compared = compare if given.keep_flops is None else compare_cuts
+        compared(f"{name} {version(registry)}", package, peer, model, data, given)
+
+
+def compare_cuts(name: str, package: Any, peer: Peer, model: str, data: str, given: argparse.Namespace) -> None:
+    text = data == given.texts
+    asked: dict[str, Any] = {"calibration": data, "device": "cpu", "budget": given.budget, "evaluation_batches": 0}
+    asked |= {"calibration_size": 4 * given.batches if text else 8 * given.batches, "evaluation_size": given.evaluation}
+    opened, job = open_job(make_job(model, **asked), sc.Watcher())
+    network, batches = opened.model, calibration_of(opened, job.settings, sc.Watcher())
+    evaluation = evaluation_of(opened, job)
+    dense = evaluate(network, evaluation)
+    print(f"\n{opened.name}: {shown(dense)} dense, on {len(evaluation)} batches; {given.keep_flops:.0%} of the FLOPs asked for")
+    print("| cut by | FLOPs left | parameters left | zeroed | as written | seconds |\n|---|---|---|---|---|---|")
+    whole = flops_of(network, batches[0])
+    smaller = copy.deepcopy(network)
+    peer(package, smaller, batches, given.share)  # FLOPs are linear in the share, so that one trial tells the right one
+    share = given.share * (1 - given.keep_flops) / (1 - flops_of(smaller, batches[0]) / whole)
+    smaller, started = copy.deepcopy(network), time.perf_counter()
+    peer(package, smaller, batches, share)
+    seconds, left = time.perf_counter() - started, flops_of(smaller, batches[0]) / whole
+    params = total_parameters(smaller) / total_parameters(network)
+    print(f"| {name} | {left:.1%} | {params:.1%} | - | {shown(evaluate(smaller, evaluation))} | {seconds:.0f} |", flush=True)
+    asked |= {"target": "kv_group+mlp" if text else "both", "keep_flops": given.keep_flops, "repair": "auto", "measure": False}
+    for method in ("auto", "llmpruner", "obs"):
+        started = time.perf_counter()
+        more = {} if method == "auto" else {"method": method, "budget": None, "score_batches": given.batches}
+        settings = {key: value for key, value in (asked | more).items() if value is not None}
+        cut = sc.prune(model, out=given.out / f"{Path(model).name}-{method}", **settings).cut
+        assert cut and cut.zeroed and cut.shrunk and cut.goal
+        share, figures = cut.params / cut.dense_params, f"{shown(cut.zeroed)} | {shown(cut.shrunk)}"
+        seconds = time.perf_counter() - started
+        print(f"| {METHODS[method].label} | {cut.goal.got:.1%} | {share:.1%} | {figures} | {seconds:.0f} |", flush=True)
+
+
+def flops_of(model: Any, batch: Batch) -> int:
+    with torch.no_grad():
+        return count(lambda: outputs(model, batch))
+
+
+def shown(found: Any) -> str:
+    return f"{found.top1:.2%} top-1" if found.top1 is not None else f"perplexity {found.perplexity:.2f}"
 
 
 def compare(name: str, package: Any, peer: Peer, model: str, data: str, given: argparse.Namespace) -> None:
