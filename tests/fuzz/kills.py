@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import forks
 from grids import TIMINGS
 from kinds import CHOICE, FLAGS, PRUNE, Arguments, Good
+from secateur.cut import heal as healing
 
 FILE_EVENTS = {
     "open",
@@ -55,7 +56,7 @@ def shrink(good: Good, place: Path) -> Arguments:
 
 def heal(good: Good, place: Path) -> Arguments:
     flags = ["--calibration", good.root / "text", "--evaluation-batches", 2, "--device", "cpu", "--no-measure"]
-    return ["heal", good.root / "gpt2", good.root / "gpt2-small", *flags, "--heal", "40steps", "-o", place]
+    return ["heal", good.root / "gpt2", good.root / "gpt2-small", *flags, "--heal", "20steps", "-o", place]
 
 
 def grid(good: Good, place: Path) -> Arguments:
@@ -112,6 +113,7 @@ def _whole(command: Arguments, root: Path) -> tuple[dict[str, Any], float, int]:
     shared = mmap.mmap(-1, 8)  # with the fork
 
     def count(number: int) -> None:
+        healing.EVERY = 0.0  # as in the runs that are killed
         shared[:] = number.to_bytes(8)
 
     started = time.monotonic()
@@ -123,6 +125,7 @@ def _whole(command: Arguments, root: Path) -> tuple[dict[str, Any], float, int]:
 
 def _kill_at(moment: float) -> None:
     """End this process outright at a file operation, by its number, or after so many seconds."""
+    healing.EVERY = 0.0  # a state after each step, so that there is one to be killed at
     if isinstance(moment, int):
         _at_each_event(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == moment else None)
     else:
