@@ -14,6 +14,7 @@ import secateur as sc
 from runs import make_selection, write_run
 from secateur.experiment.store import FAILED, Plan, PlannedCell, PlannedTable, Store
 from secateur.files import jsonio
+from secateur.healing import Healing
 from secateur.judgement import Samples
 from secateur.report.charts import Axis, Member, density, family
 from secateur.report.html import number, tag
@@ -113,12 +114,18 @@ def test_the_command_repeats_the_prune(tmp_path: Path) -> None:
 def test_a_repaired_or_healed_model_is_a_stage_of_its_own(tmp_path: Path) -> None:
     repair = {"form": "bias", "sentence": "Repaired.", "losses": {"none": 1.0, "bias": 0.9}}
     figures = {"loss": 3.05, "rows": 400, "batch_losses": [3.0, 3.1], "perplexity": 21.0}
-    heal = {"sentence": "Healed.", "dense": figures | {"perplexity": 19.0}}
+    healing = Healing("30min", rate=0.001, lora=8, augment=False, dtype="bfloat16", batch_size=8).for_task("text")
+    heal = {"sentence": "Healed.", "steps": 12, "data": "other", "settings": healing.to_key()}
+    heal |= {"dense": figures | {"perplexity": 19.0}}
     run = read_run(write_run(tmp_path, repair=repair, heal=heal, unhealed=figures))
     names = ["dense", "dense, healed alike", "zeroed", "cut and repaired", "cut, repaired and healed"]
     assert [stage.name for stage in run.stages] == names
     assert [stage.evaluation.perplexity for stage in run.stages] == [20.0, 19.0, 22.0, 21.0, 22.0]
-    assert "--repair --repair-form bias" in run.command("out/")
+    command = run.command("out/")
+    assert "--repair --repair-form bias --heal 12steps --heal-data other" in command
+    for option in ("--heal-rate 0.001", "--heal-lora 8", "--no-heal-augment", "--heal-dtype bfloat16"):
+        assert option in command
+    assert command.count("--heal") == 5 and "30min" not in command  # the rest is at its defaults
 
 
 def test_only_a_selection_is_enough_for_a_page(tmp_path: Path) -> None:

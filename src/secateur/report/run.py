@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from secateur.errors import OutputError, SelectionError, first_line
 from secateur.files import jsonio
+from secateur.healing import Healing
 from secateur.judgement import SAMPLES, Evaluation, PruneRecord, Samples
 from secateur.report.intervals import mean_interval, share_interval
 from secateur.selection import Reached, Selection
@@ -82,6 +83,9 @@ class Told:
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     declined: dict[str, str] = dataclasses.field(default_factory=dict)
     dense: Evaluation | None = None  # of a healing: the dense model after the same treatment
+    steps: int = 0  # of a healing, as are the next two
+    data: str = ""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,21 @@ class Run:
             tried = [form for form in REPAIRS if form in {**self.cut.repair.losses, **self.cut.repair.declined}]
             yield "--repair"
             yield from ["--repair-form", tried[0].replace(" ", "-")] if len(tried) == 1 else []
+        if self.cut and self.cut.heal:
+            yield from self._healing(self.cut.heal, self.settings.calibration, self.cut.task)
         if self.cut and not self.cut.measurement:
             yield "--no-measure"
+
+    def _healing(self, heal: Told, calibration: str, task: str) -> Iterator[str]:
+        """The options of a healing that differ from the defaults; its amount in steps, which are the same everywhere."""
+        yield from ["--heal", f"{heal.steps}steps"]
+        yield from ["--heal-data", heal.data] if heal.data not in ("", calibration) else []
+        defaults = Healing().for_task(task).to_json()
+        for name, (group, field) in keywords().items():
+            value = heal.settings.get(field.name) if group is Healing and field.name != "amount" else None
+            if value is not None and value != defaults[field.name]:
+                flag = name.replace("_", "-")
+                yield from ["--no-" + flag] if value is False else ["--" + flag, str(value)]
 
     def _given(self, settings: Settings) -> Iterator[tuple[str, Any]]:
         """The settings of the search and of the judging that differ from the defaults of the model's task."""
