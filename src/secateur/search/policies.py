@@ -345,6 +345,7 @@ class Auto:
     A backward pass foretells the damage of all arms at once; a measurement is exact for one arm on one batch. A posterior
     weighs both. Each round of a step measures arms on a common batch: first those of least believed damage, then those
     of which it is least clear whether they are among the best. It stops early once more pulls would hardly change the choice.
+    Where there are fewer pulls than units to choose, the doubtful ones get them, and the others go by their gradients.
 
     >>> select(meter, units, policy=Auto(), ratio=0.1).units
     """
@@ -363,9 +364,9 @@ class Auto:
         by_pulls = self.budget.of == PULLS
         room = (self.budget.amount - (spent.pulls if by_pulls else spent.passes)) / math.ceil(left / units)
         measuring = room if by_pulls else room * (1 - self.looking if gradients else 1) / PULL_PASSES
-        pulls = max(units, int(measuring))  # no unit is chosen unmeasured
         if not gradients:
-            return Plan(units, pulls)
+            return Plan(units, max(units, int(measuring)))  # no unit is chosen of which nothing is known
+        pulls = max(1, int(measuring))
         passes = pulls * PULL_PASSES * self.looking / (1 - self.looking) if by_pulls else room - pulls * PULL_PASSES
         return Plan(units, pulls, max(1, int(passes / GRADIENT_PASSES)))
 
@@ -373,10 +374,14 @@ class Auto:
         self, beliefs: Sequence[Belief], budget: int, rng: np.random.Generator, wanted: int = 1, left: int = 1
     ) -> Conversation:
         stats, posterior = ArmStats(len(beliefs)), Posterior(beliefs, self.carry)
-        wanted = min(wanted, len(beliefs), budget)
+        wanted = min(wanted, len(beliefs), len(beliefs) if posterior.looked else budget)
+        all_measured = budget >= wanted
         shuffled = rng.permutation(len(beliefs))  # so that ties are broken by seed
         first = shuffled[np.argsort(posterior.means[shuffled], kind="stable")]
         arms = first[: max(wanted, math.ceil(budget / 2))]
+        if not all_measured:
+            chances, _ = posterior.outlook(wanted, ~stats.broken, rng)
+            arms = np.argsort(np.abs(chances - 0.5), kind="stable")[: math.ceil(budget / 2)]
         while True:
             heard = yield Request(tuple(sorted(arms.tolist())), common=True)
             stats.hear(heard)
@@ -384,14 +389,15 @@ class Auto:
             room = budget - stats.pulls
             chances, regret = posterior.outlook(wanted, ~stats.broken, rng)
             if room < 2 or stats.broken.all() or regret <= self.enough * float(np.abs(posterior.means).mean()):
-                return _best_of(stats, posterior, posterior.outlook(min(left, len(beliefs)), ~stats.broken, rng)[0])
+                chances, _ = posterior.outlook(min(left, len(beliefs)), ~stats.broken, rng)
+                return _best_of(stats, posterior, chances, all_measured)
             doubtful = np.argsort(np.where(stats.broken, np.inf, np.abs(chances - 0.5)), kind="stable")
             arms = doubtful[: max(2, math.ceil(room / 2))]
 
 
-def _best_of(stats: ArmStats, posterior: Posterior, chances: Array) -> Choice:
-    """The measured arms from the least believed damage on."""
-    sound = (stats.counts > 0) & ~stats.broken
+def _best_of(stats: ArmStats, posterior: Posterior, chances: Array, all_measured: bool) -> Choice:
+    """The arms from the least believed damage on, and only measured ones if there were pulls for all that are wanted."""
+    sound = ((stats.counts > 0) | (not all_measured)) & ~stats.broken
     if not sound.any():
         return stats.choice()
     means = posterior.means
@@ -412,11 +418,11 @@ class Posterior:
 
     def __init__(self, beliefs: Sequence[Belief], carry: float) -> None:
         slopes = [belief.slope for belief in beliefs if belief.slope]
-        self._looked = len(slopes) == len(beliefs)
-        self._rest = _Gaussian([belief.rest if self._looked else belief for belief in beliefs], carry)
-        self._second = _finite([slope.second for slope in slopes]) if self._looked else np.ones(len(beliefs))
+        self.looked = len(slopes) == len(beliefs)  # at gradients
+        self._rest = _Gaussian([belief.rest if self.looked else belief for belief in beliefs], carry)
+        self._second = _finite([slope.second for slope in slopes]) if self.looked else np.ones(len(beliefs))
         nothing = np.zeros(len(beliefs)), np.zeros(len(beliefs))
-        self._first, self._noise = _shrunk([slope.first for slope in slopes]) if self._looked else nothing
+        self._first, self._noise = _shrunk([slope.first for slope in slopes]) if self.looked else nothing
         self._size = self._size_of(self._second)
         self._doubt = 0.1  # of the prior before anything is measured, in its own size
         self._update()
@@ -427,7 +433,7 @@ class Posterior:
 
     def hear(self, heard: Sequence[Heard]) -> None:
         for pull in heard:
-            firsts = pull.firsts if self._looked and pull.firsts else [0.0] * len(pull.damages)
+            firsts = pull.firsts if self.looked and pull.firsts else [0.0] * len(pull.damages)
             self._rest.add(pull.arm, [damage - first for damage, first in zip(pull.damages, firsts, strict=True)])
         self._update()
 
@@ -450,7 +456,7 @@ class Posterior:
 
     def _factor(self, measured: Array, counts: Array, second: Array) -> float:
         """What the second-order terms are multiplied by: 1 in theory, drawn from there to what fits the measurements."""
-        if not self._looked:
+        if not self.looked:
             return float(np.average(measured, weights=counts)) if len(measured) else 0.0
         weights = counts / (counts + 1) / np.maximum(self._size_of(second), 1e-16) ** 2
         drawn = 3 * float(np.mean(weights * second**2)) if len(measured) else 1.0

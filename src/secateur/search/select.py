@@ -314,8 +314,10 @@ class _StepSearch:
                 request = conversation.send(self._answer(request))
         except StopIteration as end:
             choice: Choice = end.value
-        if not self.stats.counts[choice.arm]:
-            raise ValueError(f"The policy chose arm {choice.arm}, which it never measured in this step.")
+        if not self.stats.counts[choice.arm] and choice.damage is None:
+            raise ValueError(
+                f"The policy chose arm {choice.arm}, which it never measured in this step, and says nothing of it."
+            )
         return choice
 
     def _answer(self, request: Request) -> list[Heard]:
@@ -410,7 +412,7 @@ class _StepSearch:
         return Step(
             step=step,
             unit=self.pool[arm],
-            mean_reward=float(stats.means[arm]),
+            mean_reward=float(stats.means[arm]) if stats.counts[arm] else math.nan,
             posterior_mean=float(stats.posterior_means[arm]),
             unit_pulls=int(stats.counts[arm]),
             pool=len(stats.counts),
