@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,19 @@ from secateur.model.families import candidate_units
 from secateur.model.losses import batch_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.damage import DamageMeter
-from secateur.search.policies import PULLS, Auto, Belief, Budget, Heard, Moment, Posterior, Slope
+from secateur.search.policies import (
+    GRADIENT_PASSES,
+    PULL_PASSES,
+    PULLS,
+    Auto,
+    Belief,
+    Budget,
+    Heard,
+    Moment,
+    Posterior,
+    Slope,
+    Spent,
+)
 from secateur.search.select import Passes, select
 from secateur.selection import Pull, Selection
 from secateur.units import HEAD, MLP, Unit
@@ -291,6 +304,29 @@ def test_a_budget_of_pulls_is_kept() -> None:
     for budget in (12, 40, 100):
         selection = select(Foretelling(spread(UNITS)), UNITS, policy=Auto(Budget(budget, PULLS)), ratio=4 / 36)
         assert 4 <= selection.pulls <= budget
+
+
+def test_units_far_from_the_border_are_not_measured_where_pulls_are_few(tmp_path: Path) -> None:
+    damages = spread(UNITS)
+    selection = select(Foretelling(damages, noise=0.001), UNITS, policy=Auto(Budget(12, PULLS)), ratio=24 / 36)
+    assert 8 <= selection.pulls <= 12 and set(selection.units) == set(sorted(UNITS, key=damages.__getitem__)[:24])
+    unmeasured = [step for step in selection.steps if not step.unit_pulls]
+    assert len(unmeasured) > 8 and all(math.isfinite(step.damage) and math.isnan(step.mean_reward) for step in unmeasured)
+    assert all(step.sure is None or 0 <= step.sure <= 1 for step in selection.steps)
+    selection.save(tmp_path / "selection.json")
+    assert Selection.load(tmp_path / "selection.json").units == selection.units
+
+
+@pytest.mark.parametrize("amount", [40, 80, 300])
+def test_a_budget_of_forwards_is_for_any_number_of_units(amount: int) -> None:
+    policy, spent, left = Auto(Budget(amount)), Spent(), 340
+    while left:
+        plan = policy.plan(340, left, spent, gradients=True)
+        spent = Spent(
+            spent.passes + GRADIENT_PASSES * plan.gradient_batches + PULL_PASSES * plan.pulls, spent.pulls + plan.pulls
+        )
+        left -= plan.units
+    assert 0.7 * amount < spent.passes <= 1.05 * amount
 
 
 def test_experts_and_losses_without_gradients_are_searched_by_measurements_alone() -> None:

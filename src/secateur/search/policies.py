@@ -94,7 +94,7 @@ class Choice:
     arm: int
     sure: float | None = None  # None: there was no other arm to compare with
     damage: float | None = None  # the arm's damage as the policy believes
-    more: tuple[Choice, ...] = ()  # the next best arms that it measured, if it was asked for several
+    more: tuple[Choice, ...] = ()  # the next best arms, if it was asked for several
 
 
 Conversation = Generator[Request, Sequence[Heard], Choice]

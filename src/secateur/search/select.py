@@ -316,7 +316,7 @@ class _StepSearch:
             choice: Choice = end.value
         if not self.stats.counts[choice.arm] and choice.damage is None:
             raise ValueError(
-                f"The policy chose arm {choice.arm}, which it never measured in this step, and says nothing of it."
+                f"The policy chose arm {choice.arm}, which it never measured in this step, nor believes anything of."
             )
         return choice
 
