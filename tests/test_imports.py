@@ -50,7 +50,7 @@ EDGES: dict[str, set[str]] = {  # a room, and the rooms it imports from: all of 
 WITHOUT_TENSORS = {
     *PLAIN,
     *(module for module in MODULES if module.startswith(("files.", "report."))),
-    *(f"workers.{name}" for name in ("crew", "pools", "team")),
+    *(f"workers.{name}" for name in ("crew", "pools")),
     *(f"search.{name}" for name in ("policies", "goals", "select")),
     *(f"experiment.{name}" for name in ("store", "compare", "tables", "figures", "paper", "workers")),
 }

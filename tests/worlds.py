@@ -238,7 +238,7 @@ PROGRESS = re.compile(
     r"(loading|reading|grouping|learning|choosing|evaluating|measuring|taking over|cutting) .*"
     r"|(proving|repairing|healing|treating|writing|making) .*"
     r"|step \d+/\d+: (head|mlp|expert) \d+\.\d+ \(damage ([+-]\d+\.\d{4}|[+-]?nan|[+-]inf)\)"
-    r"|step \d+/\d+: healing, held-out divergence \d+\.\d{4} \(\d+\.\d{4} before\)"
+    r"|step \d+/\d+: healing, held-out loss \d+\.\d{4} \(\d+\.\d{4} before\)"
     r"|The dense model's loss on .*"  # the weights are random
     r"|Next(, in Python)?: .*"
 )

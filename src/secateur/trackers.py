@@ -67,7 +67,7 @@ class TensorBoard(Watcher):
 
     def healed(self, progress: HealProgress) -> None:
         if progress.judged:
-            self._add("heal/held-out divergence", progress.loss, progress.step)
+            self._add("heal/held-out loss", progress.loss, progress.step)
             self._writer.flush()
 
     def measured(self, measurement: Measurement) -> None:

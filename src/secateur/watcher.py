@@ -51,7 +51,7 @@ class HealProgress:
 
     step: int
     n_steps: int
-    loss: float  # the latest held-out divergence
+    loss: float  # the latest held-out divergence, and the labels' weighted loss
     before: float  # that before the first step
     judged: bool = False  # whether it is new
 

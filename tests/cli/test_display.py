@@ -82,7 +82,7 @@ def test_elsewhere_progress_is_a_line_a_stage_and_a_step(monkeypatch: pytest.Mon
     assert written.getvalue().decode().splitlines() == [
         "choosing units ...",
         "step 3/5: head 3.1 (damage -0.0012)",
-        "step 4/10: healing, held-out divergence 1.2500 (1.5000 before)",
+        "step 4/10: healing, held-out loss 1.2500 (1.5000 before)",
     ]
 
 

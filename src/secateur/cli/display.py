@@ -128,7 +128,7 @@ class Bars(Watcher):
             self._progress.update(self._task, total=n_batches, completed=batch)
 
     def healed(self, progress: HealProgress) -> None:
-        found = f"healing, held-out divergence {progress.loss:.4f} ({progress.before:.4f} before)"
+        found = f"healing, held-out loss {progress.loss:.4f} ({progress.before:.4f} before)"
         self._progress.update(self._task, description=found, total=progress.n_steps, completed=progress.step)
         if progress.judged and not _is_live():
             stderr.print(f"step {progress.step}/{progress.n_steps}: {found}")

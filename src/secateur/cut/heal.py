@@ -64,7 +64,7 @@ class Heal:
     seen: int  # tokens, or images
     what: str  # "tokens" or "images"
     steps: int
-    losses: dict[int, float]  # held-out divergence by step; that at step 0 is before healing
+    losses: dict[int, float]  # held-out divergence, and the labels' weighted loss, by step; that at step 0 is before healing
     best: int  # the step whose weights were kept; 0 for none
     rate: float
     trained: float  # share of the parameters
@@ -82,6 +82,11 @@ class Heal:
         fields = asdict(self) | {"dense": self.dense.to_json() if self.dense else None}
         return {name: value for name, value in fields.items() if value is not None}
 
+    @property
+    def _judged_by(self) -> str:
+        labels = self.settings.get("labels")
+        return "divergence from the dense model" + (f" plus {labels:g} times the labels' loss" if labels else "")
+
     def __str__(self) -> str:
         how = (
             f"LoRA of rank {self.lora}, {self.trained:.2%} of the parameters"
@@ -90,11 +95,11 @@ class Heal:
         )
         text = (
             f"Healed on {self.seen:,} {self.what} of {self.data} in {self.steps:,} steps ({how}, learning rate {self.rate:g}): "
-            f"the divergence from the dense model on {self.held_out} held-out batches went from {self.losses[0]:.4f} to "
+            f"the {self._judged_by} on {self.held_out} held-out batches went from {self.losses[0]:.4f} to "
             f"{self.losses[self.best]:.4f}"
         )
         if not self.best:
-            kept = f"did not lower the held-out divergence, {self.losses[0]:.4f}, and was undone"
+            kept = f"did not lower the {self._judged_by} on held-out batches, {self.losses[0]:.4f}, and was undone"
             text = f"Healing for {self.steps:,} steps on {self.data} {kept}"
         if self.stopped is not None:
             text += f"; it ended at step {self.stopped:,}, since {self.skipped} steps were not finite"
