@@ -138,6 +138,9 @@ def check_command(words: list[str]) -> None:
     program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     if program == "secateur":
         check_secateur(rest)
+    elif program == "torchrun":
+        assert rest[rest.index("-m") + 1] == "secateur"
+        check_secateur(rest[rest.index("-m") + 2 :])
     elif program == "python":
         check_script(rest)
     elif program == "make":
