@@ -213,7 +213,7 @@ def stop_at(journal: Path, lines: int, process: subprocess.Popen[str], stop: sig
     return Ran(process.returncode, out, err)
 
 
-DELETING = """
+INTERRUPTED = """
 import os, signal, time
 from secateur.cli import app
 
@@ -222,21 +222,40 @@ class Leaving:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
 
-def run(arguments):
+def deleting():
     leaving = Leaving()
     del leaving
     time.sleep(60)
 
-app._run = run
+def swallowing():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except BaseException:
+        pass
+    time.sleep(60)
+
+def cleaning():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    finally:
+        time.sleep(2.5)
+        print("cleaned")
+
+app._run = lambda arguments: {how}()
 app.main()
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
-def test_a_stop_is_heard_even_while_an_object_is_being_deleted() -> None:
+@pytest.mark.parametrize("how", ["deleting", "swallowing", "cleaning"])
+def test_a_stop_is_heard_even_where_it_was_lost_and_not_repeated_where_it_was_not(how: str) -> None:
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a shell's "&" ignores it
-    ran = subprocess.run([sys.executable, "-c", DELETING, "units"], capture_output=True, text=True, timeout=50, preexec_fn=heed)
+    command = [sys.executable, "-c", INTERRUPTED.replace("{how}", how), "units"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, preexec_fn=heed)
     assert ran.returncode == 130 and "Stopped." in ran.stderr
+    assert ran.stdout == ("cleaned\n" if how == "cleaning" else "")
 
 
 @pytest.mark.slow

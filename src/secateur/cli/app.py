@@ -38,6 +38,7 @@ WRITTEN = {  # by a command that goes on after it was stopped, where its -o says
 }
 UNFORESEEN = 70  # the exit code of an error that no one foresaw
 LONGEST = 1000  # characters of a message
+LOST_AFTER = 1.0  # seconds after which a signal that nothing came of is sent again
 
 
 def make_app() -> typer.Typer:
@@ -72,21 +73,21 @@ def make_app() -> typer.Typer:
 def main() -> NoReturn:
     """Run the command line. A user's error becomes one sentence and exit code 2, never a traceback."""
     stopped: list[int] = []  # the signals that asked to end
+    ending = threading.Event()
 
     def stop(number: int, frame: Any) -> None:
         stopped.append(number)
         raise KeyboardInterrupt
 
-    def repeat(ignored: Any) -> None:
+    def say(ignored: Any) -> None:
         if not (stopped and issubclass(ignored.exc_type, KeyboardInterrupt)):
             sys.__unraisablehook__(ignored)
-        else:  # it came while an object was being deleted, where Python drops exceptions
-            threading.Timer(0.1, os.kill, (os.getpid(), stopped[-1])).start()
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    sys.unraisablehook = repeat
+    sys.unraisablehook = say
+    threading.Thread(target=_repeat_what_is_lost, args=(stopped, ending), daemon=True).start()
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -106,10 +107,35 @@ def main() -> NoReturn:
         if not stopped:  # else a library made something else of the interruption, as some do while they are imported
             _fail_of(error, arguments)
         code = 130
+    finally:
+        ending.set()
     if code == 130:
         _say_stopped(arguments)
         raise SystemExit(code)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _repeat_what_is_lost(stopped: Sequence[int], ending: threading.Event) -> None:
+    """Send a signal again that asked to end and was lost.
+
+    Python drops what is raised while an object is deleted, and a library may drop what is raised while it asks for an
+    attribute. What is not lost is being handled, in the blocks that clean up, or has reached `main`.
+    """
+    unheard = 0
+    while not ending.wait(LOST_AFTER / 2):
+        unheard = unheard + 1 if stopped and not _handled() else 0
+        if unheard == 2:
+            os.kill(os.getpid(), stopped[-1])
+            unheard = 0
+
+
+def _handled() -> bool:
+    """Whether the main thread is in a block that an interruption led to."""
+    found = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11 has a triple
+    while error and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _run(arguments: Sequence[str]) -> Any:

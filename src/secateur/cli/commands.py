@@ -235,8 +235,8 @@ def heal(
 ) -> None:
     """Train a cut model for a while to give what the dense one gives, and write it to another folder.
 
-    Stopped at any moment and started again with the same command, it goes on where it was. On several devices: torchrun
-    --nproc-per-node 4 -m secateur heal, and the rest as here; accelerate launch does as well.
+    Stopped at any moment and started again with the same command, it goes on where it was. torchrun and
+    accelerate launch start it on several devices: docs/heal.md.
     """
     check_heal(make_job(dense, **{"heal": DEFAULT_AMOUNT, **settings}), small, out)
     from secateur.steps import heal_to
