@@ -30,7 +30,9 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "secateur", *map(str, arguments)]
     paths = os.pathsep.join(os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)
     environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    heed = None if sys.platform == "win32" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, preexec_fn=heed, **pipes)
 
 
 class Killer(Listener):
