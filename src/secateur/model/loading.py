@@ -208,7 +208,8 @@ def products_dtype(opened: Opened, asked: str | None) -> str:
     if asked or given != "float32":
         return asked or given
     if kind == "cpu":
-        fast = torch.cpu._is_avx512_bf16_supported() and can_multiply("bfloat16")
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)  # torch 2.5 does not say
+        fast = native() and can_multiply("bfloat16")
     else:
         fast = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if fast else given
