@@ -172,6 +172,17 @@ def test_a_repair_is_recorded_and_in_the_weights(form: str, world: World, tmp_pa
     assert record.proof == plain.proof  # it is of the cut, before the repair
 
 
+def test_other_batches_than_those_that_prove_can_repair(world: World, tmp_path: Path) -> None:
+    plain = cut(world, tmp_path / "plain", cutting=sc.Cutting(repair="least squares", measure=False))
+    cutting = sc.Cutting(repair="least squares", repair_size=6, measure=False)
+    _, calibration, _ = loaded(world, "text")
+    more = cut(world, tmp_path / "more", cutting=cutting, repairing=[*calibration, *calibration])
+    assert plain.repair and more.repair and more.key != plain.key
+    assert more.repair.fitted_on + more.repair.held_out == 2 * (plain.repair.fitted_on + plain.repair.held_out)
+    assert more.proof == plain.proof
+    assert (plain.repair.size, more.repair.size) == (None, 6)
+
+
 def test_a_bfloat16_checkpoint_cut_in_float32_is_written_in_bfloat16_with_its_own_bits(world: World, tmp_path: Path) -> None:
     source: Any = loaded(world, "text")[0].to(torch.bfloat16)
     source.save_pretrained(tmp_path / "dense")

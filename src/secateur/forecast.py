@@ -27,7 +27,7 @@ from secateur.search.scores import channel_orders, unit_scores
 from secateur.search.select import Asked, Measured, Screen, select
 from secateur.selection import Pull
 from secateur.settings import GROUPS, NONE, ZEROED, Cutting, Job, Judging, Machine, Settings, keywords, make_job
-from secateur.steps import calibration_of, evaluation_of, open_job
+from secateur.steps import calibration_of, evaluation_of, open_job, repair_data_of
 from secateur.streams import BATCHES, stream
 from secateur.tasks import TASKS, TEXT
 from secateur.units import MLP, Unit, kinds_of, n_selected
@@ -90,7 +90,7 @@ def forecast_of(
     loading = time.perf_counter() - started
     if evaluation:
         check_apart(calibration.source, evaluation.source)
-        check_cut(opened, job.cutting, len(calibration))
+        check_cut(opened, job.cutting, len(repair_data_of(opened, job, calibration, evaluation, watcher)))
     units = candidate_units(opened.model, job.settings.target, job.settings.group_width)
     watcher.stage("measuring a few pulls")
     removed = _removed(opened, job.settings, units, watcher)

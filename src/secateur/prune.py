@@ -29,7 +29,17 @@ from secateur.search.goals import Goal
 from secateur.selection import Selection
 from secateur.series import DENSE, FILE, Cut, Series, folder_of
 from secateur.settings import NONE, Job, make_job
-from secateur.steps import calibration_of, choose, cut, evaluation_of, open_job, say_unchecked, selection_of_this_run, units_of
+from secateur.steps import (
+    calibration_of,
+    choose,
+    cut,
+    evaluation_of,
+    open_job,
+    repair_data_of,
+    say_unchecked,
+    selection_of_this_run,
+    units_of,
+)
 from secateur.units import Unit
 from secateur.watcher import Following, Watcher, watcher_of
 
@@ -80,13 +90,14 @@ def prune(model: str, *, out: str | Path | None = None, watcher: Following = Non
     evaluation = evaluation_of(opened, job, watcher if other else None)
     if remark := check_apart(calibration.source, evaluation.source):
         watcher.say(remark)
-    check_cut(opened, job.cutting, len(calibration))
+    repairing = repair_data_of(opened, job, calibration, evaluation, watcher)
+    check_cut(opened, job.cutting, len(repairing))
     healer = healer_of(opened, job, evaluation, watcher)
     selection, record = _chosen_and_judged(opened, calibration, evaluation, job, folder, watcher)
     if folder is None or not cuts:
         result = PruneResult(selection, record, folder)
     else:
-        made = _Cutter(opened, calibration, evaluation, job, healer, watcher)
+        made = _Cutter(opened, calibration, repairing, evaluation, job, healer, watcher)
         if job.shares:
             result = made.series(selection, record, folder)
         else:
@@ -101,6 +112,7 @@ class _Cutter:
 
     opened: Opened
     calibration: Batches
+    repairing: Batches
     evaluation: Batches
     job: Job
     healer: Healer | None
@@ -112,6 +124,7 @@ class _Cutter:
             selection,
             folder,
             calibration=self.calibration,
+            repairing=self.repairing,
             layout=self.job.settings.layout,
             evaluation=self.evaluation,
             judgement=judgement,

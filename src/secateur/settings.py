@@ -387,12 +387,21 @@ class Cutting(_Checked):
         unset="",
         hidden=True,  # the command line has --repair and --repair-form
     )
+    repair_size: int | None = _setting(
+        None,
+        CUTTING,
+        "Texts or images that the repair is fitted to, at most: the more, the better the fit. [default: those that choose]",
+        least=2,
+        added=True,
+    )
     measure: bool = _setting(True, CUTTING, "Measure dense against small at the end.")
     max_shard_size: str = _setting("5GB", CUTTING, "The largest file of weights.")
 
     def check(self) -> None:
         super().check()
         size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*[KMGT]i?B", self.max_shard_size)
+        if self.repair_size is not None and not self.repair:
+            raise SettingError("There is a --repair-size, but nothing is repaired: add --repair.")
         if not size or not float(size[1]):
             raise SettingError(f"The max_shard_size is {self.max_shard_size!r}, but must be a size such as 500MB or 5GB.")
 

@@ -22,7 +22,7 @@ from secateur.cut.checkpoint import (
 )
 from secateur.cut.costs import goal_of
 from secateur.cut.record import CutRecord
-from secateur.data.batches import Batches
+from secateur.data.batches import Batches, check_apart
 from secateur.data.check import remarks
 from secateur.data.load import load_batches
 from secateur.errors import OutputError, SelectionError
@@ -95,6 +95,26 @@ def evaluation_of(opened: Opened, job: Job, watcher: Watcher | None = None) -> B
     )
     if watcher:
         _remark(opened, batches, watcher)
+    return batches
+
+
+def repair_data_of(opened: Opened, job: Job, calibration: Batches, evaluation: Batches | None, watcher: Watcher) -> Batches:
+    """The batches that the repair is fitted to: those that choose, or another number of the same data."""
+    settings, size = job.settings, job.cutting.repair_size
+    if not job.cutting.repair or size is None:
+        return calibration
+    watcher.stage("reading repair data")
+    batches = load_batches(
+        opened.model,
+        opened.processor,
+        settings.calibration,
+        settings,
+        split="train",
+        size=size,
+        progress=watcher.evaluated,
+    )
+    if evaluation is not None and (remark := check_apart(batches.source, evaluation.source)):
+        watcher.say(remark.replace("which chose the units", "which repairs"))
     return batches
 
 
@@ -280,6 +300,7 @@ def cut(
     out: str | Path,
     *,
     calibration: Sequence[Any],
+    repairing: Sequence[Any] | None = None,
     layout: str = FREE,
     evaluation: Batches | None = None,
     judgement: Judgement | None = None,
@@ -291,9 +312,9 @@ def cut(
 ) -> CutRecord:
     """Write the model without the selected units to `out`, proved equal to the zeroed one; return what secateur.json holds.
 
-    `calibration` proves and repairs, `healer` heals, `evaluation` judges the checkpoint as it is read back, and `judgement` is
-    what is known of the dense and the zeroed model. Called again after it was stopped, it goes on. A finished model whose files
-    were changed is an error, or with `again` cut again.
+    `calibration` proves and repairs, unless there are other batches for `repairing`; `healer` heals, `evaluation` judges the
+    checkpoint as it is read back, and `judgement` is what is known of the dense and the zeroed model. Called again after it
+    was stopped, it goes on. A finished model whose files were changed is an error, or with `again` cut again.
 
     >>> cut(open_model("gpt2"), selection, "small/", calibration=batches, cutting=Cutting(measure=False))
     """
@@ -309,6 +330,7 @@ def cut(
             folder,
             key=key,
             calibration=calibration,
+            repairing=calibration if repairing is None else repairing,
             layout=layout,
             cutting=cutting,
             heal=healer,
@@ -363,13 +385,15 @@ def shrink_to(
         opened, job = open_job(job, watcher)
         check_selection(opened, chosen)
         calibration = calibration_of(opened, job.settings, watcher)
-        check_cut(opened, job.cutting, len(calibration))
+        repairing = repair_data_of(opened, job, calibration, None, watcher)
+        check_cut(opened, job.cutting, len(repairing))
         healer = healer_of(opened, job, None, watcher)
         record = cut(
             opened,
             chosen,
             out,
             calibration=calibration,
+            repairing=repairing,
             layout=layout,
             cutting=job.cutting,
             healer=healer,

@@ -144,6 +144,25 @@ def test_prune_cuts_and_the_result_is_pruned_again_evaluated_and_counted(
     assert again.document == record
 
 
+def test_a_repair_takes_as_many_texts_as_it_is_given(world: World, tmp_path: Path, run: Run) -> None:
+    ran = run(*free(world, tmp_path / "out", "--repair", "--repair-form", "least-squares", "--repair-size", 24, "--json"))
+    assert (ran.code, ran.complaints) == (0, [])
+    found = ran.document["cut"]["repair"]
+    assert found["size"] == 24 and found["fitted_on"] + found["held_out"] == 6
+    assert "--repair-size 24" in (tmp_path / "out/report.html").read_text()
+    shrunk = run(
+        *("shrink", world.text_model, "--selection", tmp_path / "out/selection.json", "-o", tmp_path / "again", "--no-measure"),
+        *("--repair", "--repair-form", "least-squares", "--repair-size", 24, "--calibration-size", 16, "--json"),
+    )
+    assert shrunk.document["repair"] == found
+
+
+def test_a_size_of_a_repair_that_is_not_asked_for_is_refused(world: World, tmp_path: Path, run: Run) -> None:
+    ran = run(*free(world, tmp_path / "out", "--repair-size", 24))
+    assert ran.code == 2 and "add --repair" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_prune_writes_weights_in_files_of_the_size_asked_for(world: World, tmp_path: Path, run: Run) -> None:
     for place, options in (("whole", []), ("parts", ["--max-shard-size", "5KB"])):
         ran = run(*free(world, tmp_path / place, *options))

@@ -159,6 +159,7 @@ def select(
     "calibration",
     "calibration_size",
     "documents",
+    "repair_size",
     "measure",
     "max_shard_size",
     *HEAL,

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,9 @@ def load_shrunk(folder: str | Path, *, device: str = "auto", dtype: str | None =
 def cut_key(opened: Opened, selection: Selection, layout: str, cutting: Cutting, heal: str = "") -> str:
     """A fingerprint of everything that determines the written model: cuts with the same key write the same one."""
     units = [unit.to_json() for unit in selection.units]
-    fields = {"units": units, "model": opened.digest, "layout": layout, "repair": cutting.to_json()["repair"]}
+    cut = cutting.to_json()
+    fields = {"units": units, "model": opened.digest, "layout": layout, "repair": cut["repair"]}
+    fields |= {"repair_size": cut["repair_size"]} if "repair_size" in cut else {}
     return jsonio.fingerprint(fields | ({"heal": heal} if heal else {}))
 
 
@@ -134,6 +137,7 @@ def write_cut(
     *,
     key: str,
     calibration: Sequence[Batch],
+    repairing: Sequence[Batch],
     layout: str,
     cutting: Cutting,
     heal: HealStep | None = None,
@@ -156,8 +160,9 @@ def write_cut(
     if cutting.repair:
         watcher.stage("repairing")
         repaired = repair_model(
-            model, units, small, calibration, form=cutting.repair, loss=opened.loss, progress=watcher.evaluated
+            model, units, small, repairing, form=cutting.repair, loss=opened.loss, progress=watcher.evaluated
         )
+        repaired = replace(repaired, size=cutting.repair_size)
         watcher.repaired(repaired)
     healed, unhealed = None, None
     if heal:

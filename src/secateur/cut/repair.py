@@ -55,9 +55,10 @@ class Repair:
     projections: int = 0  # number changed
     fitted_on: int = 0  # number of batches
     held_out: int = 0  # number of batches
+    size: int | None = None  # texts or images, if others were asked for than those that chose
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "size" or value is not None}
 
     def __str__(self) -> str:
         others = "; ".join(f"{form}: {reason}" for form, reason in self.declined.items())

@@ -82,6 +82,7 @@ class Told:
     form: str = ""
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     declined: dict[str, str] = dataclasses.field(default_factory=dict)
+    size: int | None = None  # of a repair: texts or images, if it was asked for
     dense: Evaluation | None = None  # of a healing: the dense model after the same treatment
     steps: int = 0  # of a healing, as are the next two
     data: str = ""
@@ -173,6 +174,7 @@ class Run:
             tried = [form for form in REPAIRS if form in {**self.cut.repair.losses, **self.cut.repair.declined}]
             yield "--repair"
             yield from ["--repair-form", tried[0].replace(" ", "-")] if len(tried) == 1 else []
+            yield from ["--repair-size", str(self.cut.repair.size)] if self.cut.repair.size else []
         if self.cut and self.cut.heal:
             yield from self._healing(self.cut.heal, self.settings.calibration, self.cut.task)
         if self.cut and not self.cut.measurement:
