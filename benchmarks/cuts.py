@@ -1,28 +1,31 @@
-"""The tables of docs/cuts.md: python benchmarks/cuts.py OUT [--only NAME] [--seeds 1,2,3] [--measure]
+"""The tables of docs/cuts.md: python benchmarks/cuts.py OUT [--only NAME] [--without VARIANTS] [--seeds 1,2,3]
 
 Cuts SmolLM2-135M and DeiT-Tiny to four fifths of their FLOPs, and DeiT-Tiny to nine tenths of its parameters, as `secateur
 prune` does, with everything that makes a cut better and with each of these things left out in turn. Prints what is left and
-what each is worth, a row a cut and a mean over the seeds. OUT keeps the checkpoints; killed and started again it goes on.
---measure times the models too: choose first without it if the machine is busy, then again with it on an idle one. SmolLM2-135M
-is made by scripts/smollm2.py; DeiT-Tiny, Imagenette and WikiText-2 are looked for in $SECATEUR_DATA.
+what each is worth, a row a cut and a mean over the seeds. A line for each cut goes to results/cuts.jsonl, and a cut that has
+one is not made again; OUT keeps the checkpoints, from which a killed cut goes on. SmolLM2-135M is made by
+scripts/smollm2.py; DeiT-Tiny, Imagenette and WikiText-2 are looked for in $SECATEUR_DATA.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from secateur.cut.record import CutRecord, markdown
-from secateur.measure.speed import Measurement
+from secateur.cut.record import markdown
+from secateur.files import jsonio
 from secateur.prune import prune
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("SECATEUR_DATA", ROOT.parent / "shared" / "data"))
+STORE = ROOT / "results" / "cuts.jsonl"
 SMOLLM2: dict[str, Any] = {
     "model": str(ROOT / ".cache" / "SmolLM2-135M-Instruct"),
     "calibration": str(DATA / "wikitext2"),
@@ -48,9 +51,41 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what is left out, or put in
     "repair all at once": {"repair": "least squares"},
     "Fisher for the search": {"method": "fisher", "budget": None, "group_by": "activation"},
     "whole sub-layers as well": {"wholes": True},
+    "four times the data for the repair": {"repair_size": 768},
 }
-SAME_SEARCH = "repair all at once"  # as in "all"
+SAME_SEARCH = ("repair all at once", "four times the data for the repair")  # as in "all"
+ONLY_FOR = {
+    "deit-params90": ("all",),
+    "deit-flops80": tuple(WITHOUT)[:-1],
+}  # Imagenette has no images that a repair has not seen
 WHOLES = {"both": "head+mlp+attention+mlp_layer", "kv_group+mlp": "kv_group+mlp+attention+mlp_layer"}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A cut that was made: perplexities or shares of top-1, and where they come from."""
+
+    cut: str
+    variant: str
+    seed: int
+    left: float  # share of the parameters
+    dense: float
+    zeroed: float
+    repaired: float
+    losses: dict[str, float]  # of the same three
+    form: str  # of the repair that was kept
+    held_out: dict[str, float]  # losses that decided between the forms
+    passes: float  # of the search
+    versions: dict[str, str]
+
+    @property
+    def change(self) -> float:
+        """In percent of perplexity, or in points of top-1."""
+        return 100 * (self.repaired / self.dense - 1 if self.text else self.repaired - self.dense)
+
+    @property
+    def text(self) -> bool:
+        return self.cut.startswith("smollm2")
 
 
 def main() -> None:
@@ -59,39 +94,54 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cuts whose name has this in it")
     parser.add_argument("--without", default="", help="variants, by parts of their names with commas between")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the searches")
-    parser.add_argument("--measure", action="store_true")
     given = parser.parse_args()
-    costs, wins = [], []
-    for name, settings in CUTS.items():
-        for variant, change in WITHOUT.items():
-            if given.only not in name or not any(part in variant for part in given.without.split(",")):
-                continue
-            found = []
-            for seed in map(int, given.seeds.split(",")):
-                out = given.out / f"{name} {variant} {seed}".replace(" ", "-")
-                if variant == SAME_SEARCH:
-                    _take_over(given.out / f"{name}-all-{seed}", out)
-                record = _cut(settings | change | {"seed": seed}, out, measuring=given.measure)
-                found.append(record)
-                print(out.name, _figures(record), flush=True)
-                if record.measurement:
-                    wins += _wins(out.name, record.measurement)
-            costs.append([name, variant, *_costs(found)])
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    rows = []
+    for name in (name for name in CUTS if given.only in name):
+        for variant in ONLY_FOR.get(name, tuple(WITHOUT)):
+            if any(part in variant for part in given.without.split(",")):
+                rows.append(_row([_made(name, variant, seed, given.out) for seed in seeds]))
     titles = ["cut", "without", "parameters left", "dense", "zeroed", "repaired", "change", "seeds", "repair"]
-    print(markdown(titles, costs))
-    if wins:
-        print()
-        print(markdown(["cut", "work", "dense", "small", "dense/small", "FLOPs dense/small", "gain of FLOPs'"], wins))
+    print(markdown(titles, rows))
 
 
-def _cut(asked: dict[str, Any], out: Path, *, measuring: bool) -> CutRecord:
-    """What secateur.json says of a cut that was repaired."""
-    asked = {"repair": "auto"} | asked
+def read_made() -> list[Made]:
+    """The cuts that have a line in the store."""
+    return [jsonio.decode(json.loads(line), Made) for line in STORE.read_text().splitlines()] if STORE.exists() else []
+
+
+def _made(name: str, variant: str, seed: int, folder: Path) -> Made:
+    """The line of a cut, which is made now if there is none."""
+    known = [one for one in read_made() if (one.cut, one.variant, one.seed) == (name, variant, seed)]
+    if known:
+        return known[0]
+    out = folder / f"{name} {variant} {seed}".replace(" ", "-")
+    if variant in SAME_SEARCH:
+        _take_over(folder / f"{name}-all-{seed}", out)
+    asked = {"repair": "auto"} | CUTS[name] | WITHOUT[variant] | {"seed": seed}
     if asked.pop("wholes", False):
         asked["target"] = WHOLES[asked["target"]]
-    result = prune(**{name: value for name, value in asked.items() if value is not None}, out=out, measure=measuring)
-    assert result.cut
-    return result.cut
+    result = prune(**{key: value for key, value in asked.items() if value is not None}, out=out, measure=False)
+    record = result.cut
+    assert record and record.repair and record.dense and record.zeroed and record.shrunk
+    sides = {"dense": record.dense, "zeroed": record.zeroed, "repaired": record.shrunk}
+    figures = {side: float(found.perplexity or found.top1 or 0.0) for side, found in sides.items()}
+    made = Made(
+        cut=name,
+        variant=variant,
+        seed=seed,
+        left=record.params / record.dense_params,
+        **figures,
+        losses={side: found.loss for side, found in sides.items()},
+        form=record.repair.form,
+        held_out=record.repair.losses,
+        passes=result.selection.passes,
+        versions=record.versions,
+    )
+    with open(STORE, "a") as file:
+        file.write(jsonio.dumps(asdict(made)) + "\n")
+    print(jsonio.dumps(asdict(made)), flush=True)
+    return made
 
 
 def _take_over(searched: Path, out: Path) -> None:
@@ -102,37 +152,16 @@ def _take_over(searched: Path, out: Path) -> None:
             shutil.copyfile(searched / name, out / name)
 
 
-def _figures(record: CutRecord) -> list[float]:
-    """Perplexity or top-1: dense, zeroed, repaired."""
-    key = "perplexity" if record.task == "text" else "top1"
-    return [float(getattr(side, key)) for side in (record.dense, record.zeroed, record.shrunk)]
-
-
-def _costs(found: Sequence[CutRecord]) -> list[str]:
-    """A row: means over the seeds, and the change in percent of perplexity or in points of top-1."""
-    figures = [_figures(record) for record in found]
-    text = found[0].task == "text"
-    changes = [100 * (small / dense - 1 if text else small - dense) for dense, _, small in figures]
+def _row(made: Sequence[Made]) -> list[str]:
+    """A row of the table: means over the seeds."""
+    columns = zip(*((one.dense, one.zeroed, one.repaired) for one in made), strict=True)
+    text, changes = made[0].text, [one.change for one in made]
+    means = [f"{mean(column):.2f}" if text else f"{100 * mean(column):.2f}%" for column in columns]
     spread = f" ± {stdev(changes):.2f}" if len(changes) > 1 else ""
-    left = mean(record.params / record.dense_params for record in found)
-    means = [f"{mean(column):.2f}" if text else f"{100 * mean(column):.2f}%" for column in zip(*figures, strict=True)]
-    forms = "/".join(dict.fromkeys(record.repair.form for record in found if record.repair))
-    return [f"{left:.2%}", *means, f"{mean(changes):+.2f}{spread}{'%' if text else ' points'}", str(len(found)), forms]
-
-
-def _wins(name: str, found: Measurement) -> list[list[str]]:
-    sizes = (("MB on disk", found.dense_disk, found.small_disk), ("peak MB", found.dense_memory, found.small_memory))
-    rows = [
-        [name, what, f"{dense / 1e6:.1f}", f"{small / 1e6:.1f}", f"{dense / small:.3f}", "", ""]
-        for what, dense, small in sizes
-        if dense and small
-    ]
-    for timing in found.timings:
-        medians = [f"{side.value:.1f} ms" for side in (timing.dense_median, timing.small_median)]
-        shown = "{:.3f} ({:.3f} to {:.3f})".format(*timing.speedup)
-        gain = "-" if timing.gain_share is None else f"{timing.gain_share:.0%}"
-        rows.append([name, f"{timing.name}, batch {timing.batch_size}", *medians, shown, f"{timing.flop_ratio:.3f}", gain])
-    return rows
+    forms = "/".join(dict.fromkeys(one.form for one in made))
+    left = f"{mean(one.left for one in made):.2%}"
+    change = f"{mean(changes):+.2f}{spread}{'%' if text else ' points'}"
+    return [made[0].cut, made[0].variant, left, *means, change, str(len(made)), forms]
 
 
 if __name__ == "__main__":
