@@ -95,14 +95,12 @@ def main() -> None:
     parser.add_argument("--without", default="", help="variants, by parts of their names with commas between")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the searches")
     given = parser.parse_args()
-    seeds = [int(seed) for seed in given.seeds.split(",")]
-    rows = []
     for name in (name for name in CUTS if given.only in name):
         for variant in ONLY_FOR.get(name, tuple(WITHOUT)):
             if any(part in variant for part in given.without.split(",")):
-                rows.append(_row([_made(name, variant, seed, given.out) for seed in seeds]))
-    titles = ["cut", "without", "parameters left", "dense", "zeroed", "repaired", "change", "seeds", "repair"]
-    print(markdown(titles, rows))
+                for seed in map(int, given.seeds.split(",")):
+                    _make(name, variant, seed, given.out)
+    print(table())
 
 
 def read_made() -> list[Made]:
@@ -110,11 +108,19 @@ def read_made() -> list[Made]:
     return [jsonio.decode(json.loads(line), Made) for line in STORE.read_text().splitlines()] if STORE.exists() else []
 
 
-def _made(name: str, variant: str, seed: int, folder: Path) -> Made:
-    """The line of a cut, which is made now if there is none."""
-    known = [one for one in read_made() if (one.cut, one.variant, one.seed) == (name, variant, seed)]
-    if known:
-        return known[0]
+def table() -> str:
+    """A row for each cut and variant that has lines, with means over its seeds."""
+    found: dict[tuple[str, str], list[Made]] = {(name, variant): [] for name in CUTS for variant in WITHOUT}
+    for one in read_made():
+        found[one.cut, one.variant].append(one)
+    titles = ["cut", "without", "parameters left", "dense", "zeroed", "repaired", "change", "seeds", "repair"]
+    return markdown(titles, [_row(made) for made in found.values() if made])
+
+
+def _make(name: str, variant: str, seed: int, folder: Path) -> None:
+    """Make a cut and add its line, unless it has one."""
+    if any((one.cut, one.variant, one.seed) == (name, variant, seed) for one in read_made()):
+        return
     out = folder / f"{name} {variant} {seed}".replace(" ", "-")
     if variant in SAME_SEARCH:
         _take_over(folder / f"{name}-all-{seed}", out)
@@ -141,7 +147,6 @@ def _made(name: str, variant: str, seed: int, folder: Path) -> Made:
     with open(STORE, "a") as file:
         file.write(jsonio.dumps(asdict(made)) + "\n")
     print(jsonio.dumps(asdict(made)), flush=True)
-    return made
 
 
 def _take_over(searched: Path, out: Path) -> None:

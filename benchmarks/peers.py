@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 
 import secateur as sc
 from secateur.measure.evaluate import evaluate
+from secateur.measure.flops import count
 from secateur.methods import METHODS
 from secateur.model.accounting import total_parameters, zeroed_percent
 from secateur.model.families import anatomy, candidate_units
-from secateur.model.flops import count
 from secateur.model.loading import mend_torchvision
 from secateur.model.losses import Batch, batch_loss, outputs
 from secateur.model.zeroing import zeroed

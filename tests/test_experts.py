@@ -23,9 +23,9 @@ from secateur.cut.proof import prove
 from secateur.cut.repair import repair
 from secateur.cut.surgery import parameters_left, shrink
 from secateur.errors import SelectionError, SettingError, UnsupportedModel
+from secateur.measure import flops
 from secateur.measure.bench import FlopTable, compare_pulls, compare_selection
 from secateur.methods import METHODS, scoring
-from secateur.model import flops
 from secateur.model.accounting import effective_parameters, total_parameters, zeroed_percent
 from secateur.model.families import anatomy, candidate_units
 from secateur.model.loading import Opened

@@ -11,7 +11,7 @@ import torch
 from secateur import half
 from secateur.errors import SettingError
 from secateur.half import SETTING, WITHOUT_AMX, can_multiply, prepare_half
-from secateur.model.loading import Opened, products_dtype
+from secateur.model.devices import products_dtype
 from worlds import Run, World, check_refused
 
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
@@ -78,8 +78,7 @@ def test_healing_multiplies_in_half_precision_where_that_is_fast_and_works(
 ) -> None:
     monkeypatch.setattr(half, "TRIAL", trial)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
-    opened = Opened("m", torch.nn.Linear(2, 2, dtype=getattr(torch, given)))
-    assert products_dtype(opened, asked) == expected
+    assert products_dtype(torch.nn.Linear(2, 2, dtype=getattr(torch, given)), asked) == expected
     assert SETTING not in os.environ
 
 

@@ -42,7 +42,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, 0, json.dumps({"bytes": 1_000_000 + len(name)}), "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("secateur.model.loading.prepare_half", lambda dtype: None)
+    monkeypatch.setattr("secateur.model.devices.prepare_half", lambda dtype: None)
 
 
 def selected(units: tuple[sc.Unit, ...] = UNITS, model_digest: str = "", **settings: Any) -> sc.Selection:

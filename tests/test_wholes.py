@@ -19,8 +19,8 @@ from secateur.cut.record import removed, unit_lines
 from secateur.cut.repair import repair
 from secateur.cut.surgery import parameters_left, shrink
 from secateur.errors import SelectionError, SettingError
+from secateur.measure import flops
 from secateur.measure.speed import run_of
-from secateur.model import flops
 from secateur.model.accounting import effective_parameters, inventory, zeroed_percent
 from secateur.model.families import FAMILIES, anatomy, candidate_units, check_disjoint, family_of, task_of
 from secateur.model.shrunk import layout_of

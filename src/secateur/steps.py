@@ -36,8 +36,9 @@ from secateur.measure.judge import judge
 from secateur.measure.memory import disk_bytes, peak_memory
 from secateur.measure.speed import Measurement, check_measure, measure
 from secateur.model.accounting import zeroed_percent
+from secateur.model.devices import products_dtype
 from secateur.model.families import anatomy, candidate_units, check_disjoint, check_group_width, task_of
-from secateur.model.loading import Opened, digest, load_model, open_model, products_dtype
+from secateur.model.loading import Opened, digest, load_model, open_model
 from secateur.model.losses import own_loss
 from secateur.model.zeroing import zeroed
 from secateur.search.choose import choose_units, provenance
@@ -65,7 +66,7 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
     experts = any(layer.experts for layer in anatomy(opened.model))
     job = job.for_task(task_of(opened.model), experts=experts)
     if job.healing.amount:
-        job = job._replace(healing=replace(job.healing, dtype=products_dtype(opened, job.healing.dtype)))
+        job = job._replace(healing=replace(job.healing, dtype=products_dtype(opened.model, job.healing.dtype)))
     return opened, job
 
 

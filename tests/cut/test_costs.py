@@ -31,8 +31,8 @@ from secateur.cut.costs import (
 )
 from secateur.cut.surgery import parameters_left, shrink
 from secateur.errors import OutputError, SecateurError, SelectionError, SettingError
+from secateur.measure import flops
 from secateur.measure.speed import run_of
-from secateur.model import flops
 from secateur.model.families import anatomy, candidate_units
 from secateur.model.loading import Opened
 from secateur.search.goals import Quota, Share

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from secateur.errors import SettingError
-from secateur.measure import speed
+from secateur.measure import flops, speed
 from secateur.measure.speed import Measurement, Median, Timing, image_shape, measure, median
-from secateur.model import flops
 from tiny import FAMILIES_TINY, IMAGE, VOCABULARY, hook_count, randomised
 
 TOKENS, NEW = 12, 4  # the tiny text models have room for 16

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from secateur.data.images import image_batches
 from secateur.errors import MissingExtra, ModelError, SettingError, UnsupportedModel
 from secateur.measure.evaluate import evaluate
+from secateur.model.devices import resolve_device
 from secateur.model.families import anatomy
-from secateur.model.loading import KNOWN_MODELS, digest, load, load_model, load_shapes, open_model, resolve_device, versions
+from secateur.model.loading import KNOWN_MODELS, digest, load, load_model, load_shapes, open_model, versions
 from tiny import (
     CLASSES,
     FAMILIES_TINY,

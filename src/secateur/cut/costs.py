@@ -15,8 +15,8 @@ from torch import nn
 from secateur.cut.surgery import check_cuttable, check_uniform, kept_of, parameters_left, shrink
 from secateur.errors import OutputError, SettingError
 from secateur.files import jsonio
+from secateur.measure import flops
 from secateur.measure.speed import measure, run_of
-from secateur.model import flops
 from secateur.model.accounting import total_parameters
 from secateur.model.families import Layer, anatomy
 from secateur.model.loading import Opened

@@ -26,9 +26,9 @@ from secateur.errors import SecateurError, SettingError, first_line
 from secateur.experiment.store import DONE, FAILED, Record
 from secateur.experiment.workers import KnownChoice, Outcome, Task, TaskRun
 from secateur.judgement import Evaluation, Judgement
+from secateur.measure import flops
 from secateur.measure.evaluate import evaluate
 from secateur.measure.judge import judge
-from secateur.model import flops
 from secateur.model.families import task_of
 from secateur.model.loading import Opened, open_model, versions
 from secateur.model.losses import device_of, evaluating, part_losses

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateur.errors import SettingError, not_one_of
+from secateur.measure import flops
 from secateur.measure.speed import image_shape
-from secateur.model import flops
+from secateur.model.devices import resolve_device
 from secateur.model.families import anatomy, candidate_units, task_of
-from secateur.model.loading import DTYPES, load, load_shapes, resolve_device
+from secateur.model.loading import DTYPES, load, load_shapes
 from secateur.model.losses import Batch, batch_loss, device_of
 from secateur.model.zeroing import zeroed
 from secateur.search.damage import DamageMeter

@@ -14,7 +14,8 @@ import torch
 
 from secateur.errors import ModelError, SecateurError, first_line
 from secateur.measure.speed import check_sizes, room_for, workloads
-from secateur.model.loading import load_model, load_shapes, resolve_device
+from secateur.model.devices import resolve_device
+from secateur.model.loading import load_model, load_shapes
 
 
 def disk_bytes(folder: Path) -> int:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from secateur.errors import SettingError
 from secateur.files import jsonio
-from secateur.model import flops
+from secateur.measure import flops
+from secateur.model.devices import multiplying_as_torch_does
 from secateur.model.families import context_of, task_of
 from secateur.model.losses import Batch, device_of, evaluating, outputs
 from secateur.tasks import IMAGE, TASKS, TEXT
@@ -195,7 +196,10 @@ def measure(
     device = _same("device", [device_of(model) for model in models])
     dtype = _same("dtype", [_dtype_of(model) for model in models])
     tokens = room_for(models, tokens, new_tokens) if text else tokens
-    with evaluating(dense), evaluating(small), torch.inference_mode(), _threads(threads):
+    modes = evaluating(dense), evaluating(small), torch.inference_mode(), multiplying_as_torch_does(), _threads(threads)
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         works = workloads(models, batch_sizes, tokens, new_tokens)
         done = itertools.count(1)
 

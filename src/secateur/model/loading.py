@@ -26,17 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of, reasons
+from secateur.errors import MissingExtra, ModelError, SecateurError, first_line, not_one_of, reasons
 from secateur.files import jsonio
 from secateur.files.sentences import sentence_modules, sentence_pooling
 from secateur.files.weights import shards_of
-from secateur.half import can_multiply, prepare_half
+from secateur.model.devices import resolve_device
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
 from secateur.tasks import TASKS, TEXT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEVICES = ("cpu", "cuda", "mps")
 KNOWN_MODELS = Path(__file__).parent / "known_models.json"  # shapes of the paper's models, so that counting needs no hub
 TIMM = "timm:"
 MOST_BLOCKS = 1000
@@ -178,41 +177,6 @@ def versions() -> dict[str, str]:
     """The versions of Python and of the packages that a result depends on."""
     names = ("secateur", "torch", "transformers", "numpy")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
-
-
-def resolve_device(device: str, dtype: str | None = None) -> torch.device:
-    """The device of this name, tried out, on a CPU also in a dtype; "auto" is a GPU if there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in DEVICES or (index and not index.isdecimal()) or (kind == "cpu" and index):
-        raise SettingError(
-            f"The device is {device!r}, but must be auto, {', '.join(DEVICES)}, or a numbered one such as cuda:1. "
-            "Try --device cpu."
-        )
-    try:
-        resolved = torch.device(device)
-        torch.zeros(1, device=resolved).item()
-    except (RuntimeError, AssertionError) as error:
-        raise SettingError(f"The device {device!r} cannot be used here: {first_line(error)} Try --device cpu.") from error
-    if dtype is not None and resolved.type == "cpu":
-        prepare_half(dtype)
-    return resolved
-
-
-def products_dtype(opened: Opened, asked: str | None) -> str:
-    """The precision of a training's products: as asked, or bfloat16 where the device is faster in it, or that of the model."""
-    kind, given = opened.device.partition(":")[0], str(next(opened.model.parameters()).dtype).removeprefix("torch.")
-    if asked and kind == "cpu":
-        prepare_half(asked)
-    if asked or given != "float32":
-        return asked or given
-    if kind == "cpu":
-        native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)  # torch 2.5 does not say
-        fast = native() and can_multiply("bfloat16")
-    else:
-        fast = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if fast else given
 
 
 _mended: list[torch.library.Library] = []
