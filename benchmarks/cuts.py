@@ -44,20 +44,23 @@ CUTS: dict[str, dict[str, Any]] = {
     "deit-params90": DEIT | {"target": "both", "keep_params": 0.9},
     "smollm2-flops80": SMOLLM2 | {"target": "kv_group+mlp", "keep_flops": 0.8},
 }
+MORE_DATA = "four times the data for the repair"
 WITHOUT: dict[str, dict[str, Any]] = {  # what is left out, or put in
     "all": {},
     "groups by address": {"group_by": "address"},
     "damage before repair": {"damage": "zeroed"},
+    "damage after repair": {"damage": "repaired"},
     "repair all at once": {"repair": "least squares"},
     "Fisher for the search": {"method": "fisher", "budget": None, "group_by": "activation"},
     "whole sub-layers as well": {"wholes": True},
-    "four times the data for the repair": {"repair_size": 768},
+    MORE_DATA: {"repair_size": 768},
 }
-SAME_SEARCH = ("repair all at once", "four times the data for the repair")  # as in "all"
-ONLY_FOR = {
+SAME_SEARCH = ("repair all at once", MORE_DATA)  # as in "all"
+ONLY_FOR = {  # auto measures damage after repair on texts alone; Imagenette has no images that a repair has not seen
+    "deit-flops80": tuple(name for name in WITHOUT if name not in ("damage before repair", MORE_DATA)),
     "deit-params90": ("all",),
-    "deit-flops80": tuple(WITHOUT)[:-1],
-}  # Imagenette has no images that a repair has not seen
+    "smollm2-flops80": tuple(name for name in WITHOUT if name != "damage after repair"),
+}
 WHOLES = {"both": "head+mlp+attention+mlp_layer", "kv_group+mlp": "kv_group+mlp+attention+mlp_layer"}
 
 
@@ -96,7 +99,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the searches")
     given = parser.parse_args()
     for name in (name for name in CUTS if given.only in name):
-        for variant in ONLY_FOR.get(name, tuple(WITHOUT)):
+        for variant in ONLY_FOR[name]:
             if any(part in variant for part in given.without.split(",")):
                 for seed in map(int, given.seeds.split(",")):
                     _make(name, variant, seed, given.out)

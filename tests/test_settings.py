@@ -210,3 +210,20 @@ def test_settings_do_not_change_and_have_no_sentinels() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings("m").ratio = 0.2  # type: ignore[misc]
     assert Settings("m", pool_size=0).pool_size is None and Settings("m", keep_params=0).keep_params is None
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "damage"),
+    [
+        ("text", {"repair": "auto"}, "repaired"),
+        ("text", {}, "zeroed"),
+        ("text", {"repair": "auto", "damage": "zeroed"}, "zeroed"),
+        ("text", {"repair": "auto", "method": "ucb"}, "zeroed"),
+        ("image", {"repair": "auto"}, "zeroed"),
+        ("image", {"repair": "auto", "damage": "repaired"}, "repaired"),
+    ],
+)
+def test_auto_measures_damage_after_a_repair_on_texts_unless_told_otherwise(
+    task: str, more: dict[str, Any], damage: str
+) -> None:
+    assert make_job("m", **more).for_task(task).settings.damage == damage

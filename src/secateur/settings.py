@@ -25,6 +25,7 @@ from secateur.methods import GRADIENTS, METHODS, Method, method, scoring
 from secateur.search.policies import FORWARDS, GRADIENT_PASSES, PULLS, UCB, check_search
 from secateur.series import shares_of
 from secateur.streams import POOLS, stream
+from secateur.tasks import TASKS, TEXT
 from secateur.units import GROUP_WIDTH, HEAD, MLP, TARGETS, check_ratio, kinds_of, nested
 from secateur.workers.pools import MOST as MANY, Where
 
@@ -143,7 +144,7 @@ class Settings(_Checked):
         ZEROED,
         SEARCH,
         "What a measurement asks. zeroed: what the loss is without a unit; repaired: what it is when the channels that stay "
-        "make up for the unit, as a repair lets them. [default: repaired by auto with --repair, else zeroed]",
+        "make up for the unit, as a repair lets them. [default: repaired by auto with --repair for texts, else zeroed]",
         choices=lambda: DAMAGES,
         added=True,
         decided=True,
@@ -472,7 +473,8 @@ class Job(NamedTuple):
         settings = self.settings.for_task(task)
         decided: dict[str, Any] = {}
         if settings.planned and not experts:  # the paper's methods group by address, and zero what they measure
-            decided = {"group_by": ACTIVATION} | ({"damage": REPAIRED} if self.cutting.repair else {})
+            after_repair = self.cutting.repair and TASKS[task].inputs == TEXT  # docs/cuts.md: on images it chooses worse
+            decided = {"group_by": ACTIVATION} | ({"damage": REPAIRED} if after_repair else {})
         settings = replace(settings, **{name: value for name, value in decided.items() if name not in self.given})
         judging = replace(self.judging.for_task(task), data=self.judging.data or settings.calibration)
         healing = replace(self.healing.for_task(task), data=self.healing.data or settings.calibration)

@@ -84,19 +84,20 @@ def multiply_in_full_width() -> bool:
 def multiplying_as_torch_does() -> Iterator[None]:
     """While the block lasts, products are those of a process that only uses torch: what is timed is what a user will see."""
     setting = _setting()
-    before = getattr(setting, "fp32_precision", None)
+    if setting is None:
+        yield
+        return
+    before, setting.fp32_precision = setting.fp32_precision, "none"
     try:
-        if before is not None:
-            setting.fp32_precision = "none"
         yield
     finally:
-        if before is not None:
-            setting.fp32_precision = before
+        setting.fp32_precision = before
 
 
 def _setting() -> Any:
-    """Where torch keeps the precision of oneDNN's products; None before torch 2.9."""
-    return getattr(torch.backends.mkldnn, "matmul", None)
+    """Where torch keeps the precision of oneDNN's products; None in an older torch, which has no such place."""
+    setting = getattr(torch.backends.mkldnn, "matmul", None)
+    return setting if hasattr(setting, "fp32_precision") else None
 
 
 def _errors() -> list[float]:
