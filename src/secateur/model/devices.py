@@ -37,9 +37,9 @@ def resolve_device(device: str, dtype: str | None = None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise SettingError(f"The device {device!r} cannot be used here: {first_line(error)} Try --device cpu.") from error
     if resolved.type == "cpu":
-        multiply_in_full_width()
         if dtype is not None:
-            prepare_half(dtype)
+            prepare_half(dtype)  # first: it must come before torch computes
+        multiply_in_full_width()
     return resolved
 
 
