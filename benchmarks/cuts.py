@@ -116,7 +116,7 @@ def table() -> str:
     found: dict[tuple[str, str], list[Made]] = {(name, variant): [] for name in CUTS for variant in WITHOUT}
     for one in read_made():
         found[one.cut, one.variant].append(one)
-    titles = ["cut", "without", "parameters left", "dense", "zeroed", "repaired", "change", "seeds", "repair"]
+    titles = ["cut", "what differs", "parameters left", "dense", "zeroed", "repaired", "change", "seeds", "repair"]
     return markdown(titles, [_row(made) for made in found.values() if made])
 
 
