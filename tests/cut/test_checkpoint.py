@@ -104,7 +104,7 @@ def test_a_saved_model_comes_back_to_the_bit(name: str, layout: str) -> None:
     again = load_shrunk("small", device="cpu")
     batch = tiny_batch(model)
     # The gate of the Qwen2-MoE's shared expert is a product with one vector: its last bit depends on where that lies in memory.
-    same = torch.allclose if name == "qwen2_moe" else torch.equal
+    same = functools.partial(torch.allclose, atol=1e-6) if name == "qwen2_moe" else torch.equal
     assert same(logits_of(again, batch), logits_of(small, batch))
     assert {key: (value.dtype, value.shape) for key, value in again.state_dict().items()} == {
         key: (value.dtype, value.shape) for key, value in small.state_dict().items()

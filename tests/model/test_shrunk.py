@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from secateur.cut.surgery import shrink
 from secateur.model import shrunk
+from secateur.model.devices import multiplying_as_torch_does
 from secateur.model.families import anatomy, candidate_units, task_of
 from secateur.model.shrunk import LARGEST, LayerLayout, Layout, fit, layout_of
 from secateur.model.zeroing import zeroed
@@ -336,7 +337,7 @@ def told(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> di
         cases[name] = TASKS[task_of(model)].auto_class
         model.save_pretrained(root / name / "model")
         batch = {key: value for key, value in batch.items() if key not in ("labels", "reference")}
-        with torch.no_grad():
+        with torch.no_grad(), multiplying_as_torch_does():  # as that process will
             found = model(**batch)
             batch["logits"] = found.logits if "logits" in found else found.last_hidden_state
             if task_of(model) == "text":
