@@ -73,12 +73,15 @@ def open_job(job: Job, watcher: Watcher) -> tuple[Opened, Job]:
 def calibration_of(opened: Opened, settings: Settings, watcher: Watcher) -> Batches:
     """The batches that choose."""
     watcher.stage("reading data")
-    size, report = settings.calibration_size or 0, watcher.evaluated
-    batches = load_batches(
-        opened.model, opened.processor, settings.calibration, settings, split="train", size=size, progress=report
-    )
+    batches = _calibration(opened, settings, settings.calibration_size or 0, watcher)
     _remark(opened, batches, watcher)
     return batches
+
+
+def _calibration(opened: Opened, settings: Settings, size: int, watcher: Watcher) -> Batches:
+    return load_batches(
+        opened.model, opened.processor, settings.calibration, settings, split="train", size=size, progress=watcher.evaluated
+    )
 
 
 def evaluation_of(opened: Opened, job: Job, watcher: Watcher | None = None) -> Batches:
@@ -101,19 +104,10 @@ def evaluation_of(opened: Opened, job: Job, watcher: Watcher | None = None) -> B
 
 def repair_data_of(opened: Opened, job: Job, calibration: Batches, evaluation: Batches | None, watcher: Watcher) -> Batches:
     """The batches that the repair is fitted to: those that choose, or another number of the same data."""
-    settings, size = job.settings, job.cutting.repair_size
-    if not job.cutting.repair or size is None:
+    if job.cutting.repair_size is None:
         return calibration
     watcher.stage("reading repair data")
-    batches = load_batches(
-        opened.model,
-        opened.processor,
-        settings.calibration,
-        settings,
-        split="train",
-        size=size,
-        progress=watcher.evaluated,
-    )
+    batches = _calibration(opened, job.settings, job.cutting.repair_size, watcher)
     if evaluation is not None and (remark := check_apart(batches.source, evaluation.source)):
         watcher.say(remark.replace("which chose the units", "which repairs"))
     return batches

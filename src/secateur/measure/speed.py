@@ -196,10 +196,7 @@ def measure(
     device = _same("device", [device_of(model) for model in models])
     dtype = _same("dtype", [_dtype_of(model) for model in models])
     tokens = room_for(models, tokens, new_tokens) if text else tokens
-    modes = evaluating(dense), evaluating(small), torch.inference_mode(), multiplying_as_torch_does(), _threads(threads)
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+    with evaluating(dense), evaluating(small), torch.inference_mode(), multiplying_as_torch_does(), _threads(threads):
         works = workloads(models, batch_sizes, tokens, new_tokens)
         done = itertools.count(1)
 
