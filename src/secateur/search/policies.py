@@ -360,8 +360,10 @@ class Auto:
         return remaining
 
     def plan(self, total: int, left: int, spent: Spent, *, gradients: bool) -> Plan:
-        units = min(left, math.ceil(total / self.steps))
         by_pulls = self.budget.of == PULLS
+        least = 1 if by_pulls else GRADIENT_PASSES + PULL_PASSES  # what a step costs at least
+        steps = max(1, min(self.steps, int(self.budget.amount / least)))
+        units = min(left, math.ceil(total / steps))
         room = (self.budget.amount - (spent.pulls if by_pulls else spent.passes)) / math.ceil(left / units)
         measuring = room if by_pulls else room * (1 - self.looking if gradients else 1) / PULL_PASSES
         if not gradients:
