@@ -10,13 +10,15 @@ from typing import Any
 from secateur.errors import DataError, OutputError, SettingError, not_one_of
 from secateur.files.places import check_file, check_folder
 from secateur.selection import Selection
-from secateur.settings import BUILTIN, KNOWN_DATA, LAYOUTS, NONE, Job, Settings, plain_path
+from secateur.settings import BUILTIN, KNOWN_DATA, LAYOUTS, MAP, NONE, Job, Settings, plain_path
 
 FILE_SUFFIXES = (".txt", ".text", ".md", ".raw", ".tokens", ".json", ".jsonl", ".csv", ".parquet")
 
 
 def check_prune(job: Job, out: Path | None) -> None:
     """Refuse a prune whose data are not there, or whose results have no place."""
+    if out is not None and job.settings.layout != NONE:
+        check_one_device(job.settings.device)
     if out is not None:
         check_folder(out)
         for data, option in ((job.settings.calibration, "--calibration"), (job.judging.data or "", "--data")):
@@ -52,6 +54,7 @@ def check_shrink(job: Job, out: Path, layout: str) -> None:
     """Refuse a cut whose data are not there, or that has no place or no known layout."""
     if layout not in LAYOUTS:
         raise not_one_of("layout", layout, LAYOUTS)
+    check_one_device(job.settings.device)
     check_folder(out)
     check_outside(out, job.settings.calibration, "--calibration")
     check_data(job.settings.calibration, "--calibration")
@@ -60,6 +63,7 @@ def check_shrink(job: Job, out: Path, layout: str) -> None:
 
 def check_heal(job: Job, small: Path, out: Path) -> None:
     """Refuse a healing whose data are not there, or that has no place of its own."""
+    check_one_device(job.settings.device)
     check_folder(out)
     if os.path.realpath(out) == os.path.realpath(small):
         raise OutputError(f"{out} holds the model that is to be healed, and is not overwritten; choose another place with -o.")
@@ -67,6 +71,15 @@ def check_heal(job: Job, small: Path, out: Path) -> None:
         check_outside(out, data, option)
         check_data(data, option)
     _check_healing_data(job, out)
+
+
+def check_one_device(device: str) -> None:
+    """Refuse to cut, heal or time a model whose blocks would lie on several devices."""
+    if device == MAP:
+        raise SettingError(
+            f"A model is cut, healed and timed on one device, not with --device {MAP}: choose with `secateur select --device "
+            f"{MAP}`, then cut with `secateur shrink --device cpu`."
+        )
 
 
 def _check_healing_data(job: Job, out: Path | None) -> None:

@@ -32,6 +32,7 @@ from secateur.workers.pools import MOST as MANY, Where
 CHOOSING, SEARCH, DATA, CUTTING, MACHINE = "What to remove", "How to search", "Data", "Cutting", "Machine and output"
 SECTIONS = (CHOOSING, SEARCH, DATA, CUTTING, HEALING, MACHINE)
 BUILTIN = "builtin"  # the text that every Python carries
+MAP = "map"  # a device: the blocks of a model lie on several GPUs
 KNOWN_DATA = (BUILTIN, "wikitext2", "lambada")
 FREE, UNIFORM, NONE = "free", "uniform", "none"  # layouts; "none" cuts nothing, and as a screen keeps everything
 PARAMS, FLOPS, LATENCY = "parameters", "FLOPs", "latency"
@@ -224,7 +225,9 @@ class Settings(_Checked):
         recorded="target_latency",
         words="goal for latency",
     )
-    device: str = _setting(AUTO, MACHINE, "cpu, cuda, mps, or auto for the best there is.")
+    device: str = _setting(
+        AUTO, MACHINE, "cpu, cuda, mps, auto for the best there is, or map: the model over all GPUs, to choose and to judge."
+    )
     dtype: str = _setting("float32", MACHINE, f"Precision of the weights: {', '.join(DTYPES)}.", choices=lambda: DTYPES)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from secateur.checks import check_evaluate, check_heal, check_select, check_shrink, cut_as, shared_settings
+from secateur.checks import check_evaluate, check_heal, check_one_device, check_select, check_shrink, cut_as, shared_settings
 from secateur.cut.checkpoint import (
     check_cut,
     check_cut_place,
@@ -534,6 +534,7 @@ def compare_models(
 
     >>> compare_models("gpt2", "small/", batch_sizes=[1], repeats=3).timings[0].speedup
     """
+    check_one_device(device)
     watcher = watcher_of(watcher)
     new_tokens, threads = options.get("new_tokens"), options.get("threads")
     check_measure(

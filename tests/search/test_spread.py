@@ -248,6 +248,9 @@ def test_workers_get_the_device_the_dtype_the_lanes_and_their_share_of_the_cache
         assert meter.cache_was_full  # 1500 bytes for each worker hold no batch
     opening = hall.pools[0].opening
     assert (opening.device, opening.dtype, opening.lanes, opening.trust_remote_code) == ("cpu", "bfloat16", 3, True)
+    with closing(meter_of(opened, batches, replace(settings, device="map"), machine)) as meter:
+        list(meter.measure([(unit, (0, 1))]))
+    assert hall.pools[1].opening.device == "map"
 
 
 def test_a_worker_that_finds_no_model_or_another_one_is_one_sentence(world: World, tmp_path: Path, hall: Hall) -> None:

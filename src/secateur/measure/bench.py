@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateur.checks import check_one_device
 from secateur.errors import SettingError, not_one_of
 from secateur.measure import flops
 from secateur.measure.speed import image_shape
@@ -128,6 +129,7 @@ def bench(
 
     >>> bench(["shape:gpt2"], pulls=4)[0].speedup
     """
+    check_one_device(device)
     watcher = watcher_of(watcher)
     kinds_of(target)
     rows = []

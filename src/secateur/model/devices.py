@@ -14,6 +14,7 @@ from torch import nn
 
 from secateur.errors import SettingError, first_line
 from secateur.half import can_multiply, prepare_half
+from secateur.settings import MAP
 
 DEVICES = ("cpu", "cuda", "mps")
 PROCESSOR = Path("/proc/cpuinfo")
@@ -41,6 +42,12 @@ def resolve_device(device: str, dtype: str | None = None) -> torch.device:
             prepare_half(dtype)  # first: it must come before torch computes
         multiply_in_full_width()
     return resolved
+
+
+def device_name(model: nn.Module) -> str:
+    """The device of a model, such as "cuda:0"; MAP if its parameters lie on several."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    return devices.pop() if len(devices) == 1 else MAP
 
 
 def products_dtype(model: nn.Module, asked: str | None) -> str:

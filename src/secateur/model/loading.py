@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateur.errors import MissingExtra, ModelError, SecateurError, first_line, not_one_of, reasons
+from secateur.errors import MissingExtra, ModelError, SecateurError, SettingError, first_line, not_one_of, reasons
 from secateur.files import jsonio
 from secateur.files.sentences import sentence_modules, sentence_pooling
 from secateur.files.weights import shards_of
-from secateur.model.devices import resolve_device
+from secateur.model.devices import device_name, resolve_device
 from secateur.model.families import FAMILIES, anatomy, family_of, task_of, task_of_class, unsupported
 from secateur.model.shrunk import CODE, Layout, fit, shrunk_class
+from secateur.settings import MAP
 from secateur.tasks import TASKS, TEXT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,7 +79,7 @@ class Opened:
 
     @property
     def device(self) -> str:
-        return str(next(self.model.parameters()).device)
+        return device_name(self.model)
 
     @property
     def dtype(self) -> str:
@@ -99,18 +100,22 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None, tru
     """Load the model alone; without a dtype, in the dtype of the checkpoint."""
     if dtype is not None and dtype not in DTYPES:
         raise not_one_of("dtype", dtype, DTYPES)
-    resolved = resolve_device(device, dtype)
+    resolved = None if device == MAP else resolve_device(device, dtype)
     mend_torchvision()
     with reasons(ModelError, f"Cannot load the model {name}"):
         if name.startswith(TIMM) or _is_timm_folder(Path(name)):
+            if resolved is None:
+                raise SettingError(f"The timm model {name} lives on one device: --device {MAP} is for models of transformers.")
             model = _timm_model(name, pretrained=True)
             model = model.to(DTYPES[dtype]) if dtype else model
         else:
-            model = _load_transformers(name, DTYPES[dtype] if dtype else "auto", trust_remote_code)
+            model = _load_transformers(name, DTYPES[dtype] if dtype else "auto", trust_remote_code, mapped=resolved is None)
             if pooling := sentence_pooling(name):
                 network: Any = model
                 network.pooling = pooling  # how texts become embeddings (model/losses.py)
         family_of(model)
+    if resolved is None:
+        return model.eval()
     return model.to(resolved).eval()  # not to the dtype: transformers keeps rotary tables in float32 on purpose
 
 
@@ -231,7 +236,7 @@ def _transformer_place(name: str) -> str:
     return os.path.join(name, inner) if inner else name
 
 
-def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> nn.Module:
+def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: bool, *, mapped: bool = False) -> nn.Module:
     name = _transformer_place(name)
     config = _config(name, trust_remote_code)
     auto = _auto_class(config)
@@ -242,6 +247,10 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
         layout = _read_layout(name, config.secateur, getattr(config, "auto_map", None))
         kind = _shrunk_kind(auto, config)
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if mapped:
+        if importlib.util.find_spec("accelerate") is None:
+            raise MissingExtra("accelerate", "accelerate", f"--device {MAP}")
+        options["device_map"] = "auto"
     with _model_errors(name), _no_pickles(name):
         _check_weight_files(name, getattr(config, "transformers_weights", None))
         loaded, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
@@ -254,6 +263,11 @@ def _load_transformers(name: str, dtype: torch.dtype | str, trust_remote_code: b
         missing = sorted(info["missing_keys"])
         raise ModelError(f"The checkpoint {name} lacks {len(missing)} of the model's tensors, such as {missing[0]}.")
     model: nn.Module = loaded
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            f"The model {name} does not fit into the GPUs of this machine, so that parts of it would stay outside: use more "
+            "GPUs, or --dtype bfloat16."
+        )
     if layout is not None:
         _check_blocks(name, model, layout)
     _check_no_more_blocks(name, model, info["unexpected_keys"])

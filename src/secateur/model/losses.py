@@ -240,15 +240,16 @@ def reference_of(model: nn.Module, batch: Batch) -> Tensor:
 def _distances(model: nn.Module, batch: Batch, *, best: bool) -> Rows:
     """The distance of each row from its reference: 1 - cosine of embeddings, or the KL divergence of the distribution."""
     task = TASKS[task_of(model)]
-    reference = batch[REFERENCE].to(device_of(model))
+    reference = batch[REFERENCE]
     if task.embeds:
-        distances = 1 - F.cosine_similarity(embeddings(model, batch), reference, dim=-1)
+        found = embeddings(model, batch)
+        distances = 1 - F.cosine_similarity(found, reference.to(found.device), dim=-1)
         return Rows(distances, torch.zeros(len(distances), dtype=torch.long, device=distances.device), None)
     head = output_layer(model) if task.per_token else None
     if head is not None:
         return _divergence_by_pieces(model, head, batch, reference, best=best)
     logits = outputs(model, batch).logits
-    expected, found = (x.flatten(0, -2).float() for x in (reference, logits))
+    expected, found = (x.flatten(0, -2).float() for x in (reference.to(logits.device), logits))
     real = real_positions(batch) if task.per_token else None
     labels = expected.argmax(-1) if real is None else expected.argmax(-1).masked_fill(~real.to(expected.device), IGNORED)
     losses = (expected.softmax(-1) * (expected.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
@@ -264,7 +265,7 @@ def _divergence_by_pieces(model: nn.Module, head: nn.Linear, batch: Batch, refer
     real = real_positions(batch)
     counted = torch.ones(hidden.shape[:2].numel(), dtype=torch.bool) if real is None else real
     counted = counted.to(hidden.device)
-    q_hidden, p_hidden = (x.flatten(0, 1)[counted] for x in (hidden, reference.to(hidden.dtype)))
+    q_hidden, p_hidden = (x.flatten(0, 1)[counted] for x in (hidden, reference.to(hidden)))
     rows = torch.zeros(len(q_hidden), dtype=torch.long, device=hidden.device)
     highest = (_Highest(rows), _Highest(rows))
     top = torch.full_like(rows, -torch.inf, dtype=torch.float32)

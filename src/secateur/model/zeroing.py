@@ -148,7 +148,7 @@ def _skipping(forward: Callable[..., Any], n_parts: int, skipped: set[int]) -> C
         output = given[0] if isinstance(given, tuple) else given
         mask = torch.tensor([part in skipped for part in range(n_parts)], device=output.device)
         mask = mask.repeat_interleave(len(output) // n_parts).view(-1, *[1] * (output.dim() - 1))
-        output = torch.where(mask, hidden_states, output)
+        output = torch.where(mask, hidden_states.to(output.device), output)  # they differ where a device map changes devices
         return (output, *given[1:]) if isinstance(given, tuple) else output
 
     return run

@@ -23,7 +23,7 @@ from secateur.model.loading import Opened, digest, load_model
 from secateur.model.losses import Batch, device_of, own_loss
 from secateur.model.moments import Fills
 from secateur.search.damage import Here, Made, Pair, Run, default_lanes, free_memory
-from secateur.settings import DISTANCE, LABELS, Machine, Settings
+from secateur.settings import DISTANCE, LABELS, MAP, Machine, Settings
 from secateur.units import Unit
 from secateur.workers.crew import Crew, Pick, WorkerLost, in_order
 from secateur.workers.pools import Part, crew_at
@@ -93,7 +93,7 @@ class Spread:
         self._opening = Opening(
             model=opened.name,
             digest=opened.digest,
-            device=device_of(opened.model).type,
+            device=MAP if settings.device == MAP else device_of(opened.model).type,
             dtype=opened.dtype,
             trust_remote_code=opened.trust_remote_code,
             loss=settings.loss,
