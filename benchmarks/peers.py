@@ -37,12 +37,13 @@ from secateur.model.loading import mend_torchvision
 from secateur.model.losses import Batch, batch_loss, outputs
 from secateur.model.zeroing import zeroed
 from secateur.search.goals import Count
+from secateur.search.policies import GRADIENT_PASSES, Budget
 from secateur.search.scores import unit_scores, unit_set
 from secateur.search.select import select_by_score
 from secateur.settings import make_job
 from secateur.steps import calibration_of, evaluation_of, open_job
 
-OURS = ("magnitude", "taylor", "fisher", "obs", "flap", "llmpruner", "kwon")
+OURS = ("auto", "magnitude", "taylor", "fisher", "obs", "flap", "llmpruner", "kwon")
 Peer = Callable[[Any, Any, Sequence[Batch], float], None]  # cuts a model in place by a share
 
 
@@ -135,7 +136,11 @@ def compare(name: str, package: Any, peer: Peer, model: str, data: str, given: a
     units = candidate_units(network, "mlp", 1)
     for method in OURS:
         started = time.perf_counter()
-        if METHODS[method].search:
+        if method == "auto":
+            policy = sc.Auto(Budget(GRADIENT_PASSES * len(calibration)))  # what the gradients of the others cost
+            meter = sc.DamageMeter(network, calibration, batches_per_pull=1)
+            chosen = sc.select(meter, units, policy=policy, goal=Count(removed))
+        elif METHODS[method].search:
             chosen = unit_set(method, network, units, k=removed, batches=calibration)
         else:
             chosen = select_by_score(unit_scores(method, network, units, batches=calibration), goal=Count(removed))
@@ -159,6 +164,7 @@ def optipfair_cut(package: Any, model: Any, batches: Sequence[Batch], share: flo
 def torch_pruning_cut(package: Any, model: Any, batches: Sequence[Batch], share: float) -> None:
     """Its grouped Taylor importance, with gradients of the same batches, globally over the MLPs."""
     model.requires_grad_(True)
+    batches = [{name: x.clone() for name, x in batch.items()} for batch in batches]  # images are read in inference mode
     for batch in batches:
         (batch_loss(model, batch) / len(batches)).backward()
     rows = {id(module) for layer in anatomy(model) for module in layer.mlp_in}
