@@ -48,6 +48,7 @@ MORE_DATA = "four times the data for the repair"
 WITHOUT: dict[str, dict[str, Any]] = {  # what is left out, or put in
     "all": {},
     "groups by address": {"group_by": "address"},
+    "groups of 16 channels": {"group_width": 16},
     "damage before repair": {"damage": "zeroed"},
     "damage after repair": {"damage": "repaired"},
     "repair all at once": {"repair": "least squares"},
@@ -57,7 +58,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what is left out, or put in
 }
 SAME_SEARCH = ("repair all at once", MORE_DATA)  # as in "all"
 ONLY_FOR = {  # auto measures damage after repair on texts alone; Imagenette has no images that a repair has not seen
-    "deit-flops80": tuple(name for name in WITHOUT if name not in ("damage before repair", MORE_DATA)),
+    "deit-flops80": tuple(name for name in WITHOUT if name not in ("groups of 16 channels", "damage before repair", MORE_DATA)),
     "deit-params90": ("all",),
     "smollm2-flops80": tuple(name for name in WITHOUT if name != "damage after repair"),
 }
