@@ -104,6 +104,9 @@ def test_costs_are_drawn_of_records_that_have_them(tmp_path: Path) -> None:
     assert found["cost"].get_xscale() == found["anytime"].get_xscale() == "log"
     runs = ([1e12, 2e12, 3e12, 4e12, 5e12], [0.1, 0.2, 0.3, 0.4, 0.5])
     assert sum(x == pytest.approx(runs[0]) and y == pytest.approx(runs[1]) for x, y in points(found["cost"])) == 8
+    found["cost"].figure.canvas.draw()
+    assert {"1 TFLOP", "5 TFLOP"} < {text.get_text() for text in found["cost"].get_xticklabels()}
+    assert [text.get_text() for text in found["cost"].get_yticklabels()] == ["0", "0.05", "0.1", "0.2", "0.5"]
     assert any("Magnitude: no passes" in text.get_text() for text in found["cost"].texts)
     mean = ([1.5e12, 3e12], [0.01, 6.02])
     assert sum(x == pytest.approx(mean[0]) and y == pytest.approx(mean[1]) for x, y in points(found["anytime"])) == 2

@@ -7,6 +7,7 @@ without colour.
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -27,6 +28,10 @@ FIGURES = {  # what is drawn, as its axis says it
 BARS = "bars: ± 1 standard deviation over seeds"
 FORMATS = ("svg", "png")
 BUDGETS = {"pulls_per_step", "batches_per_pull", "score_batches", "budget"}  # settings whose values are other costs
+TRUE_TO = 0.1  # losses below it are drawn to scale where costs are
+LOSSES = (-0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # labels of that axis
+FEW_LABELS_FROM = 50  # the end of a logarithmic axis over its beginning, from which on only powers of ten have labels
+MARKERS = 12  # of a curve over many units
 LOG_FROM = 4  # the largest value of a setting over its smallest, from which on the axis is logarithmic
 STYLE = {
     "text.parse_math": False,  # a name with dollar signs is no formula
@@ -263,9 +268,14 @@ def _cost(cells: Sequence[Cell]) -> Paint:
             if means:
                 line = {"marker": look.marker, "linestyle": look.dash, "color": look.colour}
                 axes.plot(*zip(*sorted(means), strict=True), markersize=8, linewidth=1.2, zorder=4, **line)
-        axes.set_xscale("log")
+        _in_powers(axes, "FLOP")
+        axes.set_yscale("symlog", linthresh=TRUE_TO)  # so that a method that fails does not hide the others
+        axes.autoscale(axis="y")
+        ticks = [tick for tick in LOSSES if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
         axes.axhline(0, **DENSE)
-        axes.set(xlabel="forward FLOPs of the choice", ylabel=FIGURES["delta_loss"])
+        axes.set(xlabel="forward FLOPs of the choice", ylabel=f"{FIGURES['delta_loss']} (logarithmic beyond {TRUE_TO:g})")
         axes.set_title(_title(cells[0]), fontsize=9)
         _explain(plt, picture, {}, methods)
         return picture
@@ -292,8 +302,9 @@ def _anytime(cells: Sequence[Cell]) -> Paint:
                 steps = [tuple(map(statistics.fmean, zip(*step, strict=True))) for step in zip(*curves, strict=False)]
                 if steps:
                     line = {"marker": look.marker, "linestyle": look.dash, "color": look.colour}
-                    axes.plot(*zip(*steps, strict=True), markersize=5, linewidth=1.6, zorder=4, **line)
-        axes.set_xscale("log")
+                    every = math.ceil(len(steps) / MARKERS)
+                    axes.plot(*zip(*steps, strict=True), markersize=5, markevery=every, linewidth=1.6, zorder=4, **line)
+        _in_powers(axes, "FLOP" if in_flops else "")
         axes.axhline(0, **DENSE)
         spent = "forward FLOPs" if in_flops else "forward passes of a calibration batch"
         axes.set(xlabel=f"{spent} spent so far", ylabel="estimated damage of the units chosen so far")
@@ -302,6 +313,17 @@ def _anytime(cells: Sequence[Cell]) -> Paint:
         return picture
 
     return paint
+
+
+def _in_powers(axes: Any, unit: str) -> None:
+    """A logarithmic axis with labels such as "20 TFLOP", as many as there is room for."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < FEW_LABELS_FROM else (1,)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _budgets(cells: Sequence[Cell], method: str) -> list[list[Record]]:
