@@ -269,12 +269,12 @@ def _cost(cells: Sequence[Cell]) -> Paint:
                 line = {"marker": look.marker, "linestyle": look.dash, "color": look.colour}
                 axes.plot(*zip(*sorted(means), strict=True), markersize=8, linewidth=1.2, zorder=4, **line)
         _in_powers(axes, "FLOP")
+        axes.axhline(0, **DENSE)
         axes.set_yscale("symlog", linthresh=TRUE_TO)  # so that a method that fails does not hide the others
         axes.autoscale(axis="y")
         ticks = [tick for tick in LOSSES if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.axhline(0, **DENSE)
         axes.set(xlabel="forward FLOPs of the choice", ylabel=f"{FIGURES['delta_loss']} (logarithmic beyond {TRUE_TO:g})")
         axes.set_title(_title(cells[0]), fontsize=9)
         _explain(plt, picture, {}, methods)
