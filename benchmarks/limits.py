@@ -1,11 +1,11 @@
 """Where the loss of a search for heads goes: python benchmarks/limits.py MODEL IMAGES [--batches 30] [--seed 1]
 
-Exact greedy, as a reference for every search: each step measures candidates on all images that choose, so that nothing is left
-to chance, and takes the best one. The first step measures all heads, later ones the best `--shortlist` of the first. Then each
-chosen head is exchanged for the best rejected one, if that is better. This is done twice: with images of the train split, which
-the model was trained on, and with images of the validation split, which it has not seen. The other images of the validation
-split judge all choices. What a search loses more than the first choice is noise, what the exchange wins is greediness, and what
-the choice by unseen images wins is transfer.
+Exact greedy, as a reference for every search: each step measures candidates on all images that choose, so that nothing but
+the images is left to chance, and takes the best one. The first step measures all heads, later ones the best `--shortlist` of
+the first. Then each chosen head is exchanged for the best rejected one, if that is better. This is done twice: with images of
+the train split, which the model was trained on, and with images of the validation split, which it has not seen. The other
+images of the validation split judge all choices. What a search loses more than the first choice is noise, what the exchange
+wins is greediness, and what the choice by unseen images wins is transfer.
 """
 
 from __future__ import annotations
